@@ -1,0 +1,5 @@
+"""`python -m quantmla` is `quantmla`."""
+
+from quantmla.cli import main
+
+main()
