@@ -1,0 +1,1 @@
+"""Where tokens live: page bytes, which representation a query reads, and what that costs."""

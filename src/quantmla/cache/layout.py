@@ -1,0 +1,320 @@
+"""Where every byte of a page is: planes of 64 tokens in one padded blob (docs/layout.md).
+
+A page holds up to four planes, each 64 rows long, row = token: `content` (packed latent codes, or
+BF16 rows), `rope` (packed codes of the rotated key, or BF16 rows), `scale` (bf16, content groups
+then rope groups) and `zero` (uint8 or bf16, same order).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from quantmla.config import LAYOUT_VERSION, KVScheme
+from quantmla.errors import CacheError, SchemeError
+from quantmla.quant import Quantized, dequantize, group_count, pack, packed_bytes, unpack
+
+PAGE_TOKENS = 64
+PAGE_ALIGN_BYTES = 128
+
+__all__ = [
+    "LAYOUT_VERSION",
+    "PAGE_ALIGN_BYTES",
+    "PAGE_TOKENS",
+    "PageLayout",
+    "Plane",
+    "pages_for_tokens",
+]
+
+
+@dataclass(frozen=True)
+class Plane:
+    """One array of a page: row t of 64 starts at byte offset_bytes + t * row_bytes of the page."""
+
+    name: str
+    offset_bytes: int
+    row_bytes: int
+
+    @property
+    def end_bytes(self) -> int:
+        """First byte after the plane."""
+        return self.offset_bytes + PAGE_TOKENS * self.row_bytes
+
+
+@dataclass(frozen=True)
+class PageLayout:
+    """The byte layout of a page for one pair of path sizes and one scheme.
+
+    Args:
+        kv_lora_rank [channels]: latent size R.
+        qk_rope_head_dim [channels]: rotated key size P.
+        scheme: bits, group and zero mode.
+    Raises: SchemeError if a path does not fill whole bytes or a size is not positive.
+    Source: own.
+    """
+
+    kv_lora_rank: int
+    qk_rope_head_dim: int
+    scheme: KVScheme
+
+    def __post_init__(self) -> None:
+        if self.kv_lora_rank < 1 or self.qk_rope_head_dim < 1:
+            raise SchemeError(
+                "a path needs at least one channel",
+                where="PageLayout",
+                expected="kv_lora_rank >= 1 and qk_rope_head_dim >= 1",
+                got=f"{self.kv_lora_rank} and {self.qk_rope_head_dim}",
+            )
+        _ = self.planes  # refuse sizes that do not pack now, not at the first write
+
+    @cached_property
+    def planes(self) -> tuple[Plane, ...]:
+        """Planes in byte order; a BF16 path has no groups: C16R16 has no scale and zero planes."""
+        zero_bytes = 1 if self.scheme.zero == "zp8" else 2
+        rows = {
+            "content": _row_bytes(self.kv_lora_rank, self.scheme.content_bits),
+            "rope": _row_bytes(self.qk_rope_head_dim, self.scheme.rope_bits),
+            "scale": 2 * self.groups,
+            "zero": zero_bytes * self.groups,
+        }
+        planes, offset_bytes = [], 0
+        for name, row_bytes in rows.items():
+            if row_bytes:
+                planes.append(Plane(name, offset_bytes, row_bytes))
+                offset_bytes = planes[-1].end_bytes
+        return tuple(planes)
+
+    @property
+    def content_groups(self) -> int:
+        """Groups of the latent that have a scale; 0 at 16 bits."""
+        coded = self.scheme.content_bits != 16
+        return group_count(self.kv_lora_rank, self.scheme.group) if coded else 0
+
+    @property
+    def rope_groups(self) -> int:
+        """Groups of the rotated key that have a scale; 0 at 16 bits."""
+        coded = self.scheme.rope_bits != 16
+        return group_count(self.qk_rope_head_dim, self.scheme.group) if coded else 0
+
+    @property
+    def groups(self) -> int:
+        """Entries of a row of the scale plane and of the zero plane."""
+        return self.content_groups + self.rope_groups
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of a page before padding."""
+        return self.planes[-1].end_bytes
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page, padded to a multiple of 128; also the stride between dense pages."""
+        return -(-self.payload_bytes // PAGE_ALIGN_BYTES) * PAGE_ALIGN_BYTES
+
+    @property
+    def token_bytes(self) -> int:
+        """Stored bytes of one token with its share of the padding; whole, as 64 divides 128."""
+        return self.page_bytes // PAGE_TOKENS
+
+    def plane(self, name: str) -> Plane:
+        """Return the plane called `name`.
+
+        Raises: CacheError if this scheme has no such plane.
+        """
+        for plane in self.planes:
+            if plane.name == name:
+                return plane
+        raise CacheError(
+            f"this page has no {name} plane",
+            where=f"PageLayout {self.scheme.name}",
+            expected=f"one of {', '.join(p.name for p in self.planes)}",
+            got=name,
+        )
+
+    def allocate(
+        self, *batch: int, n_pages: int, device: torch.device | str | None = None
+    ) -> Tensor:
+        """Return zeroed pages [*batch, n_pages, page_bytes, uint8]."""
+        return torch.zeros(*batch, n_pages, self.page_bytes, dtype=torch.uint8, device=device)
+
+    def store(
+        self, pages: Tensor, first_token: int, content: Quantized | Tensor, rope: Quantized | Tensor
+    ) -> None:
+        """Write the rows of a run of tokens; no other byte of the pages is touched.
+
+        Args:
+            pages [..., n_pages, page_bytes, uint8]: written in place; pages may be strided.
+            first_token: position of the first row, counted from the first page.
+            content [..., S, R]: Quantized, or a floating tensor (cast to bf16) at 16 bits.
+            rope [..., S, P]: Quantized, or a floating tensor at 16 bits.
+        Raises: CacheError if shapes, dtypes or the capacity of the pages do not fit.
+        """
+        self._check_pages(pages)
+        n_tokens = (content.codes if isinstance(content, Quantized) else content).shape[-2]
+        self._check_range(pages, first_token, first_token + n_tokens)
+        rows = self._rows((*pages.shape[:-2], n_tokens), content, rope)
+        for plane in self.planes:
+            target, row = _plane_rows(pages, plane), rows[plane.name]
+            for page, slot, run in _runs(first_token, first_token + n_tokens):
+                n_pages = page.stop - page.start
+                target[..., page, slot, :] = row[..., run, :].unflatten(-2, (n_pages, -1))
+
+    def load(self, pages: Tensor, start_token: int, end_token: int) -> tuple[Tensor, Tensor]:
+        """Read the tokens start_token..end_token-1 back as numbers.
+
+        Args:
+            pages [..., n_pages, page_bytes, uint8]: pages of store.
+            start_token, end_token: positions, counted from the first page.
+        Returns: latent [..., S, R, bf16] and k_rope [..., S, P, bf16].
+        Raises: CacheError if the range is not inside the pages.
+        """
+        self._check_pages(pages)
+        self._check_range(pages, start_token, end_token)
+        rows = {p.name: _read_rows(pages, p, start_token, end_token) for p in self.planes}
+        return self._numbers(rows, "content"), self._numbers(rows, "rope")
+
+    def _path(self, name: str) -> tuple[int, int, slice]:
+        """Return channels, bits and the groups of a path."""
+        if name == "content":
+            groups = slice(0, self.content_groups)
+            return self.kv_lora_rank, self.scheme.content_bits, groups
+        groups = slice(self.content_groups, self.groups)
+        return self.qk_rope_head_dim, self.scheme.rope_bits, groups
+
+    @property
+    def _zero_dtype(self) -> torch.dtype:
+        return torch.uint8 if self.scheme.zero == "zp8" else torch.bfloat16
+
+    def _rows(
+        self, lead: tuple[int, ...], content: Quantized | Tensor, rope: Quantized | Tensor
+    ) -> dict[str, Tensor]:
+        """Return the bytes of every plane, [*lead, row_bytes] with lead = (..., S)."""
+        rows, scales, zeros = {}, [], []
+        for name, value in (("content", content), ("rope", rope)):
+            self._check_path(lead, name, value)
+            if isinstance(value, Quantized):
+                rows[name] = pack(value.codes, self._path(name)[1])
+                scales.append(value.scale)
+                zeros.append(value.zero)
+            else:
+                rows[name] = _as_bytes(value.to(torch.bfloat16))
+        if scales:
+            rows["scale"] = _as_bytes(torch.cat(scales, -1))
+            rows["zero"] = _as_bytes(torch.cat(zeros, -1))
+        return rows
+
+    def _numbers(self, rows: dict[str, Tensor], name: str) -> Tensor:
+        """Turn the bytes of one path back into numbers [..., S, channels, bf16]."""
+        channels, bits, groups = self._path(name)
+        if bits == 16:
+            return rows[name].view(torch.bfloat16)
+        scale, zero = rows["scale"].view(torch.bfloat16), rows["zero"].view(self._zero_dtype)
+        codes = unpack(rows[name], bits, channels)
+        q = Quantized(codes, scale[..., groups], zero[..., groups])
+        return dequantize(q, group=self.scheme.group, zero=self.scheme.zero)
+
+    def _check_path(self, lead: tuple[int, ...], name: str, value: Quantized | Tensor) -> None:
+        """Refuse what does not fit before the first byte changes."""
+        channels, bits, groups = self._path(name)
+        n_groups = groups.stop - groups.start
+        if bits == 16:
+            expected = f"floating tensor {[*lead, channels]}"
+        else:
+            expected = (
+                f"Quantized {[*lead, channels]} with {n_groups} {torch.bfloat16} scales"
+                f" and {self._zero_dtype} zeros ({self.scheme.zero})"
+            )
+        if isinstance(value, Quantized):
+            fits = (
+                bits != 16
+                and value.codes.shape == (*lead, channels)
+                and value.scale.shape == value.zero.shape == (*lead, n_groups)
+                and (value.scale.dtype, value.zero.dtype) == (torch.bfloat16, self._zero_dtype)
+            )
+            got = (
+                f"Quantized {list(value.codes.shape)} with {value.scale.shape[-1]}"
+                f" {value.scale.dtype} scales and {value.zero.dtype} zeros"
+            )
+        else:
+            fits = bits == 16 and value.is_floating_point() and value.shape == (*lead, channels)
+            got = f"tensor {list(value.shape)} {value.dtype}"
+        if not fits:
+            raise CacheError(
+                f"the {name} rows do not fit these pages",
+                where=f"PageLayout.store, scheme {self.scheme.name}",
+                expected=expected,
+                got=got,
+                next_step="quantize with the bits, group and zero mode of the scheme",
+            )
+
+    def _check_pages(self, pages: Tensor) -> None:
+        if pages.dtype != torch.uint8 or pages.dim() < 2 or pages.shape[-1] != self.page_bytes:
+            raise CacheError(
+                "these are not pages of this layout",
+                where=f"PageLayout {self.scheme.name} {self.kv_lora_rank}+{self.qk_rope_head_dim}",
+                expected=f"uint8 [..., n_pages, {self.page_bytes}]",
+                got=f"{pages.dtype} {list(pages.shape)}",
+            )
+
+    def _check_range(self, pages: Tensor, start_token: int, end_token: int) -> None:
+        capacity_tokens = pages.shape[-2] * PAGE_TOKENS
+        if not 0 <= start_token <= end_token <= capacity_tokens:
+            raise CacheError(
+                "tokens outside the pages",
+                where=f"PageLayout {self.scheme.name}",
+                expected=f"0 <= start <= end <= {capacity_tokens} ({pages.shape[-2]} pages)",
+                got=f"{start_token}..{end_token}",
+                next_step="grow the pages first",
+            )
+
+
+def pages_for_tokens(tokens: int) -> int:
+    """Return the number of pages that hold `tokens` tokens."""
+    return -(-tokens // PAGE_TOKENS)
+
+
+def _row_bytes(channels: int, bits: int) -> int:
+    return 2 * channels if bits == 16 else packed_bytes(channels, bits)
+
+
+def _as_bytes(values: Tensor) -> Tensor:
+    """View values as bytes in memory order (little endian on every supported host)."""
+    return values.contiguous().view(torch.uint8)
+
+
+def _plane_rows(pages: Tensor, plane: Plane) -> Tensor:
+    """View a plane as rows [..., n_pages, 64, row_bytes]."""
+    return pages[..., plane.offset_bytes : plane.end_bytes].unflatten(
+        -1, (PAGE_TOKENS, plane.row_bytes)
+    )
+
+
+def _read_rows(pages: Tensor, plane: Plane, start_token: int, end_token: int) -> Tensor:
+    """Copy the rows of a run of tokens to a dense tensor [..., S, row_bytes]."""
+    source = _plane_rows(pages, plane)
+    rows = pages.new_empty(*pages.shape[:-2], end_token - start_token, plane.row_bytes)
+    for page, slot, run in _runs(start_token, end_token):
+        rows[..., run, :].unflatten(-2, (page.stop - page.start, -1)).copy_(
+            source[..., page, slot, :]
+        )
+    return rows
+
+
+def _runs(start_token: int, end_token: int) -> Iterator[tuple[slice, slice, slice]]:
+    """Cut a run of tokens into at most three (pages, slots, rows): page end, pages, page start."""
+    token = start_token
+    while token < end_token:
+        page, slot = divmod(token, PAGE_TOKENS)
+        whole_pages = (end_token - token) // PAGE_TOKENS if slot == 0 else 0
+        if whole_pages:
+            n_pages, stop_slot = whole_pages, PAGE_TOKENS
+        else:
+            n_pages, stop_slot = 1, min(PAGE_TOKENS, slot + end_token - token)
+        n_tokens = n_pages * (stop_slot - slot)
+        rows = slice(token - start_token, token - start_token + n_tokens)
+        yield slice(page, page + n_pages), slice(slot, stop_slot), rows
+        token += n_tokens
