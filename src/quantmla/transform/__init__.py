@@ -1,0 +1,1 @@
+"""What may change in the cached coordinates without changing the model."""

@@ -1,0 +1,158 @@
+"""What calibration learned about one cache layer: both transforms, clip ratios, and their file."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from quantmla.errors import CalibrationError
+from quantmla.files import atomic_write
+from quantmla.transform.content import check_orthogonal
+
+if TYPE_CHECKING:
+    from quantmla.dims import MLADims
+
+FORMAT_VERSION = 1
+TRANSFORM_TENSORS = ("content_rotation", "content_scale", "rope_angle", "rope_scale")
+CLIP_TENSORS = ("content_clip", "rope_clip")
+
+
+@dataclass
+class LayerTransform:
+    """Transforms of one cache layer; a path whose tensors are None leaves its weights untouched.
+
+    Args:
+        content_rotation [R, R, float64]: R_C; None with a scale means no rotation.
+        content_scale [R, float64]: S_C > 0, the new norm weight; None with a rotation means ones.
+        rope_angle [P/2, float64, rad]: one rotation a pair, shared by all heads.
+        rope_scale [P/2, float64]: one positive scale a pair, shared by all heads.
+        content_clip [G, float32]: clip ratio of each content group, None for no clipping.
+        rope_clip [G, float32]: clip ratio of each RoPE group, None for no clipping.
+        rope_online: "hadamard" when post-RoPE keys and queries are multiplied by H_P, else None.
+        stats: plain JSON numbers about how the layer was learned.
+    """
+
+    content_rotation: torch.Tensor | None = None
+    content_scale: torch.Tensor | None = None
+    rope_angle: torch.Tensor | None = None
+    rope_scale: torch.Tensor | None = None
+    content_clip: torch.Tensor | None = None
+    rope_clip: torch.Tensor | None = None
+    rope_online: str | None = None
+    stats: dict = field(default_factory=dict)
+
+    @property
+    def content_identity(self) -> bool:
+        """True when the content path is untouched."""
+        return self.content_rotation is None and self.content_scale is None
+
+    @property
+    def rope_identity(self) -> bool:
+        """True when the RoPE path is untouched."""
+        return self.rope_angle is None and self.rope_scale is None
+
+    def check(self, dims: MLADims, group: int) -> None:
+        """Check shapes, positivity and orthogonality against a model.
+
+        Args:
+            dims: the model's dimensions.
+            group: channels a quantisation group.
+
+        Raises:
+            CalibrationError: a tensor has the wrong shape or an unusable value.
+        """
+        rank, pairs = dims.kv_lora_rank, dims.qk_rope_head_dim // 2
+        shapes = {
+            "content_rotation": (rank, rank),
+            "content_scale": (rank,),
+            "rope_angle": (pairs,),
+            "rope_scale": (pairs,),
+            "content_clip": (math.ceil(rank / group),),
+            "rope_clip": (math.ceil(2 * pairs / group),),
+        }
+        for name, shape in shapes.items():
+            tensor = getattr(self, name)
+            if tensor is None:
+                continue
+            if tuple(tensor.shape) != shape:
+                raise CalibrationError(
+                    "a learned tensor does not fit the model",
+                    where=name,
+                    expected=list(shape),
+                    got=list(tensor.shape),
+                    next_step="calibrate this checkpoint itself",
+                )
+            if not torch.isfinite(tensor).all():
+                raise CalibrationError(
+                    "a learned tensor is not finite", where=name, got="NaN or Inf"
+                )
+        for name in ("content_scale", "rope_scale", *CLIP_TENSORS):
+            tensor = getattr(self, name)
+            limit = 1.0 if name in CLIP_TENSORS else math.inf
+            if tensor is not None and not ((tensor > 0) & (tensor <= limit)).all():
+                raise CalibrationError(
+                    "a scale must be positive, and a clip ratio at most 1 as well",
+                    where=name,
+                    expected=f"above 0 and at most {limit:g}",
+                    got=f"{float(tensor.min()):g} to {float(tensor.max()):g}",
+                )
+        if self.content_rotation is not None:
+            check_orthogonal(self.content_rotation)
+
+    def to_bytes(self) -> bytes:
+        """Return the safetensors file as bytes; equal transforms give equal bytes."""
+        from safetensors.torch import save
+
+        tensors = {name: getattr(self, name) for name in TRANSFORM_TENSORS + CLIP_TENSORS}
+        stored = {
+            name: tensor.detach().cpu().to(_storage_dtype(name)).contiguous()
+            for name, tensor in tensors.items()
+            if tensor is not None
+        }
+        rest = {"format": FORMAT_VERSION, "rope_online": self.rope_online, "stats": self.stats}
+        # One metadata key only: safetensors writes several keys in no fixed order.
+        return save(stored, metadata={"quantmla": json.dumps(rest, sort_keys=True)})
+
+    def save(self, path: str | Path) -> None:
+        """Write one safetensors file, whole or not at all."""
+        atomic_write(path, self.to_bytes())
+
+    @classmethod
+    def load(cls, path: str | Path) -> LayerTransform:
+        """Read what `save` wrote.
+
+        Raises:
+            CalibrationError: the file is missing, damaged or of another version.
+        """
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(path, framework="pt") as file:
+                rest = json.loads((file.metadata() or {})["quantmla"])
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+        except (OSError, SafetensorError, KeyError, ValueError) as error:
+            raise CalibrationError(
+                "cannot read a saved layer transform",
+                where=path,
+                got=f"{type(error).__name__}: {error}",
+                next_step="delete the file and run the calibration again with --resume",
+            ) from error
+        unknown = sorted(set(tensors) - {f.name for f in fields(cls)})
+        if rest.get("format") != FORMAT_VERSION or unknown:
+            raise CalibrationError(
+                "a saved layer transform has an unknown format",
+                where=path,
+                expected=f"format {FORMAT_VERSION}",
+                got=f"format {rest.get('format')}, unknown tensors {unknown}",
+                next_step="calibrate again with this version",
+            )
+        return cls(**tensors, rope_online=rest["rope_online"], stats=rest["stats"])
+
+
+def _storage_dtype(name: str) -> torch.dtype:
+    return torch.float32 if name in CLIP_TENSORS else torch.float64
