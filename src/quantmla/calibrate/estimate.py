@@ -1,0 +1,178 @@
+"""What a calibration will cost, from a short trial on one real layer; writes nothing."""
+
+from __future__ import annotations
+
+import resource
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quantmla.calibrate.capture import capture_layers, decoder_of
+from quantmla.calibrate.joint import JOINT_SEQUENCES, joint_check
+from quantmla.calibrate.methods import METHODS
+from quantmla.calibrate.record import LayerCapture
+from quantmla.calibrate.run import check_recipes, refuse_fused
+from quantmla.calibrate.workspace import LayerWorkspace
+from quantmla.checkpoint.families import family_of
+from quantmla.checkpoint.plan import AttentionLayers
+from quantmla.checkpoint.reader import CheckpointReader
+from quantmla.config import Recipe
+
+TRIAL_WINDOWS = 4  # two to train on, two held out
+TRIAL_STEPS = 4
+GRAM_BYTES = 1 << 30  # training keeps query Grams up to this size
+clock = time.perf_counter
+
+
+def estimate_run(
+    source: str | Path,
+    recipes: list[Recipe],
+    *,
+    device: str = "cpu",
+    compute_dtype: torch.dtype = torch.float32,
+    storage_dtype: torch.dtype = torch.float32,
+) -> dict[str, Any]:
+    """Time the last decoder layer on random input and scale up to the whole run.
+
+    Args:
+        source, recipes, device, compute_dtype, storage_dtype: as for `run_calibration`.
+
+    Returns:
+        cache_layers, windows, sequence_tokens, optimiser_steps; time_s with its parts
+        capture_time_s and method_time_s (by method and scheme); peak_memory_bytes (host);
+        disk_bytes (run folder) and fused_bytes (upper bound of all fused checkpoints).
+
+    Raises:
+        What `run_calibration` raises for an unusable source or recipes.
+
+    Source: own.
+    """
+    reader = CheckpointReader(source)
+    refuse_fused(reader)
+    layers = AttentionLayers.of(reader)
+    first = check_recipes(recipes)
+    windows = first.sequences + first.heldout_sequences
+    decoders = [decoder_of(names.prefix) for names in layers.names]
+    options = {"compute_dtype": compute_dtype, "storage_dtype": storage_dtype, "device": device}
+    capture, load_s, window_s = _trial_capture(source, layers, first.sequence_tokens, options)
+    capture_s = len(set(decoders)) * (load_s + windows * window_s)
+    pairing_cache = family_of(reader.config).rope_pairing_cache(reader.config)
+    methods_s = {
+        f"{recipe.method} {recipe.scheme.name}": len(decoders)
+        * _layer_time(capture, recipe, pairing_cache, device)
+        for recipe in recipes
+    }
+    per_window, kept = _window_bytes(layers, first, storage_dtype)
+    trial_peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    shards = sum((reader.path / shard).stat().st_size for shard in reader.shards)
+    return {
+        "cache_layers": len(decoders),
+        "windows": windows,
+        "sequence_tokens": first.sequence_tokens,
+        "optimiser_steps": len(decoders) * sum(map(_steps, recipes)),
+        "time_s": round(capture_s + sum(methods_s.values()), 1),
+        "capture_time_s": round(capture_s, 1),
+        "method_time_s": {name: round(seconds, 1) for name, seconds in methods_s.items()},
+        "peak_memory_bytes": trial_peak + per_window * max(0, windows - TRIAL_WINDOWS),
+        "disk_bytes": 2 * windows * kept + _transform_bytes(layers, recipes),
+        "fused_bytes": shards * len(recipes),
+    }
+
+
+def _trial_capture(
+    source: str | Path, layers: AttentionLayers, tokens: int, options: dict[str, Any]
+) -> tuple[LayerCapture, float, float]:
+    """Return a capture of the last decoder layer, the seconds to load it, and those of a window."""
+    last = decoder_of(layers.names[-1].prefix)
+    generator = torch.Generator().manual_seed(0)
+    shape = (TRIAL_WINDOWS, tokens, layers.dims.hidden_size)
+    hidden = torch.randn(shape, generator=generator).to(options["storage_dtype"])
+    windows = torch.zeros(TRIAL_WINDOWS, tokens, dtype=torch.int64)
+    skip = range(len(layers.names) - 1)
+    ends = [clock()]
+    (capture,) = capture_layers(
+        source,
+        windows,
+        start=(last, hidden),
+        skip=skip,
+        progress=lambda *_: ends.append(clock()),
+        **options,
+    )
+    window_s = (ends[-1] - ends[1]) / (TRIAL_WINDOWS - 1)
+    return capture, max(0.0, ends[1] - ends[0] - window_s), window_s
+
+
+def _layer_time(capture: LayerCapture, recipe: Recipe, pairing_cache: str, device: str) -> float:
+    """Return the seconds of one recipe on one layer.
+
+    The time is taken as linear in training steps, in steps on the curvature, and in measurements
+    of held-out windows; each rate comes from the difference of two trials.
+    """
+
+    def trial(steps: int, curvature_steps: int, heldout: int) -> float:
+        train = recipe.train.model_copy(update={"curvature_steps": curvature_steps})
+        small = recipe.model_copy(
+            update={
+                "train": train,
+                "steps": steps,
+                "sequences": TRIAL_WINDOWS - heldout,
+                "heldout_sequences": heldout,
+                "eval_every": TRIAL_STEPS + 1,
+            }
+        )
+        start = clock()
+        METHODS[recipe.method](LayerWorkspace(capture, pairing_cache, 0, device), small)
+        return clock() - start
+
+    trial(0, 0, 1)  # first use of each operation
+    base = trial(0, 0, 1)
+    seconds = base
+    if recipe.method == "quantmla":
+        measurement = max(0.0, trial(0, 0, 2) - base) / 2  # before training, and plain rounding
+        per_step = max(0.0, trial(TRIAL_STEPS, 0, 1) - base - measurement) / TRIAL_STEPS
+        per_proxy = max(0.0, trial(0, TRIAL_STEPS, 1) - base - measurement) / TRIAL_STEPS
+        steps, proxies = recipe.steps, recipe.train.curvature_steps
+        measured = (steps + proxies) // recipe.eval_every + 2
+        seconds += per_step * steps + per_proxy * proxies
+        seconds += measurement * measured * recipe.heldout_sequences
+    layer = LayerWorkspace(capture, pairing_cache, 0, device)
+    transform = METHODS["rtn"](layer, recipe)
+    checked = range(min(JOINT_SEQUENCES, recipe.heldout_sequences))
+    start = clock()
+    joint_check(layer.attention(), transform, recipe.scheme, pairing_cache, checked)
+    return seconds + clock() - start
+
+
+def _steps(recipe: Recipe) -> int:
+    if recipe.method != "quantmla":
+        return 0
+    return 2 * (recipe.steps + recipe.train.curvature_steps)  # one optimiser a path
+
+
+def _window_bytes(
+    layers: AttentionLayers, recipe: Recipe, storage_dtype: torch.dtype
+) -> tuple[int, int]:
+    """Return (host bytes that one more window takes, bytes of its hidden states)."""
+    dims, tokens = layers.dims, recipe.sequence_tokens
+    attentions = len(layers.names) // len({decoder_of(names.prefix) for names in layers.names})
+    hidden = tokens * dims.hidden_size * storage_dtype.itemsize
+    queries = tokens * dims.num_heads * dims.qk_head_dim * storage_dtype.itemsize
+    cached = tokens * (dims.kv_lora_rank + dims.qk_rope_head_dim) * 4
+    teacher = tokens * dims.hidden_size * 4
+    grams = min(tokens * dims.qk_rope_head_dim**2 * 4, GRAM_BYTES // recipe.sequences)
+    return hidden + attentions * (queries + cached) + teacher + grams, hidden
+
+
+def _transform_bytes(layers: AttentionLayers, recipes: list[Recipe]) -> int:
+    rank, pairs = layers.dims.kv_lora_rank, layers.dims.qk_rope_head_dim // 2
+    sizes = {
+        "rtn": 0,
+        "smoothquant": rank + pairs,
+        "quarot_offline": rank * (rank + 1),
+        "quarot_online": rank * (rank + 1),
+        "quantmla": rank * (rank + 1) + 2 * pairs,
+    }
+    header = 1024
+    return len(layers.names) * sum(8 * sizes[recipe.method] + header for recipe in recipes)
