@@ -1,0 +1,1 @@
+"""Inference engines that run a model on the packed cache."""
