@@ -15,10 +15,10 @@ HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 .PHONY: demo results test test-all lint clean
 
 demo: $(STAMP)
-	$(BIN)/quantmla demo $(DEMO_ARGS)
+	$(BIN)/quantmla demo --resume $(DEMO_ARGS)
 
 results: $(STAMP)
-	$(BIN)/quantmla demo --full $(DEMO_ARGS)
+	$(BIN)/quantmla demo --full --resume $(DEMO_ARGS)
 
 test: $(STAMP)
 	$(BIN)/ruff check .

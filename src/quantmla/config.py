@@ -91,7 +91,17 @@ class KVScheme(StrictModel):
 class TrainConfig(StrictModel):
     """Optimiser settings of the learned transforms (Adam, cosine, linear warmup).
 
-    Source: algorithms.md section 2.6.
+    Args:
+        lr_rotation, lr_scale: peak rates of R_C and log S_C.
+        lr_angle, lr_rope_scale: peak rates of the R_P angles and log S_P.
+        lr_clip: peak rate of the clip logits, where clipping is learned.
+        warmup_steps: linear warmup of each phase.
+        curvature_steps: steps on the first-order output error, before the exact content objective
+            and after the position-score objective; 0 leaves the objectives of the study alone.
+        curvature_probes: random output vectors a window that sample that error.
+        curvature_batch_tokens: tokens of a content step.
+        curvature_windows: how many training windows are sampled, and how many held-out ones.
+    Source: algorithms.md section 2.6; rates measured, curvature phases own.
     """
 
     lr_rotation: LearningRate = 3e-3
@@ -120,7 +130,7 @@ class Recipe(StrictModel):
         steps: optimiser steps of a layer and path.
         eval_every: steps between two looks at the held-out windows.
         seed: seeds every random choice.
-        protect: which keys stay BF16 in the training objective.
+        protect: which keys stay BF16 in the training objective; `policy` follows the cache.
         train: optimiser settings.
     Source: algorithms.md section 2.5.
     """
@@ -135,7 +145,7 @@ class Recipe(StrictModel):
     steps: Annotated[int, Field(ge=0, le=1_000_000)] = 300
     eval_every: Annotated[int, Field(ge=1, le=1_000_000)] = 25
     seed: Annotated[int, Field(ge=0, lt=1 << 63)] = 0
-    protect: Literal["none", "sink", "policy"] = "none"
+    protect: Literal["none", "sink", "policy"] = "policy"
     train: TrainConfig = TrainConfig()
 
     @field_validator("scheme", mode="before")

@@ -69,7 +69,9 @@ def search_content_clip(
     """
     scheme, sensitivity = recipe.scheme, layer.sensitivity(recipe)
     attention = layer.attention(protection_of(recipe))
-    windows = split_windows(recipe)[0][:SEARCH_WINDOWS]
+    windows = [
+        w for w in split_windows(recipe)[0][:SEARCH_WINDOWS] if w in sensitivity.content_weight
+    ]
     unit = torch.cat([attention.sequence(w)[0] for w in windows])
     weight = torch.cat([sensitivity.content_weight[w] for w in windows])
     stored = store_content(transform, layer.gamma, unit)

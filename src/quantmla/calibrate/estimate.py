@@ -19,6 +19,7 @@ from quantmla.checkpoint.families import family_of
 from quantmla.checkpoint.plan import AttentionLayers
 from quantmla.checkpoint.reader import CheckpointReader
 from quantmla.config import Recipe
+from quantmla.transform.layer import LayerTransform
 
 TRIAL_WINDOWS = 4  # two to train on, two held out
 TRIAL_STEPS = 4
@@ -138,10 +139,9 @@ def _layer_time(capture: LayerCapture, recipe: Recipe, pairing_cache: str, devic
         seconds += per_step * steps + per_proxy * proxies
         seconds += measurement * measured * recipe.heldout_sequences
     layer = LayerWorkspace(capture, pairing_cache, 0, device)
-    transform = METHODS["rtn"](layer, recipe)
     checked = range(min(JOINT_SEQUENCES, recipe.heldout_sequences))
     start = clock()
-    joint_check(layer.attention(), transform, recipe.scheme, pairing_cache, checked)
+    joint_check(layer.attention(), LayerTransform(), recipe.scheme, pairing_cache, checked)
     return seconds + clock() - start
 
 
