@@ -1,0 +1,1 @@
+"""Grouped-query checkpoints in, native MLA checkpoints out, without training."""
