@@ -1,0 +1,246 @@
+"""Load a checkpoint for scoring and build the cache that its rows are measured through."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from quantmla.checkpoint.families import family_of
+from quantmla.checkpoint.header import read_json
+from quantmla.config import KVScheme, PathFormat, QuantMLABlock
+from quantmla.engine.hf import QuantMLACache
+from quantmla.errors import EvaluationError, UnsupportedModelError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+PATH_NAMES = {
+    "expanded": "expanded BF16",
+    "absorbed": "absorbed BF16",
+    "quantised": "absorbed quantised",
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to run the model; every field is written into each result row.
+
+    Args:
+        dtype: weights and activations, "float32" or "bfloat16".
+        device: torch device name.
+        prefill: "strict" (each query sees its own last window) or "fast" (explicit chunk borders).
+        chunk_tokens: tokens fed to the model in one forward call; in fast mode these are the chunk
+            borders.
+        batch: sequences in one forward call.
+    """
+
+    dtype: str = "float32"
+    device: str = "cpu"
+    prefill: str = "strict"
+    chunk_tokens: int = 512
+    batch: int = 1
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise EvaluationError("unknown dtype", expected=", ".join(DTYPES), got=self.dtype)
+        if self.prefill not in ("strict", "fast"):
+            raise EvaluationError("unknown prefill mode", expected="strict, fast", got=self.prefill)
+        if min(self.chunk_tokens, self.batch) < 1:
+            raise EvaluationError(
+                "chunk_tokens and batch must be positive", got=f"{self.chunk_tokens}, {self.batch}"
+            )
+
+
+def default_settings(
+    device: str | None, dtype: str | None, prefill: str, chunk_tokens: int, batch: int
+) -> Settings:
+    """Fill in what the machine decides: the GPU in bfloat16 where there is one, else float32.
+
+    Args: device, dtype [None for the default]; prefill; chunk_tokens; batch.
+    Returns: Settings.
+    Raises: EvaluationError for values that do not exist.
+    Source: own.
+    """
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = dtype or ("bfloat16" if device.startswith("cuda") else "float32")
+    return Settings(dtype, device, prefill, chunk_tokens, batch)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """One thing to score.
+
+    Args:
+        method: label of the row.
+        folder: checkpoint folder.
+        path: "expanded" (stock attention, expanded K/V), "absorbed" (BF16 rows through the absorbed
+            path) or "quantised" (the packed cache).
+        scheme: bits, group and zero mode instead of the folder's own; needed if it has no block.
+        sink_tokens, window_tokens [tokens]: protection instead of the folder's own.
+    """
+
+    method: str
+    folder: Path
+    path: str = "quantised"
+    scheme: KVScheme | None = None
+    sink_tokens: int | None = None
+    window_tokens: int | None = None
+
+
+@contextmanager
+def loaded(folder: Path, settings: Settings) -> Iterator[torch.nn.Module]:
+    """Load a checkpoint for the length of a `with` block.
+
+    Args: folder [checkpoint folder]; settings.
+    Returns: the causal language model in eval mode on settings.device.
+    Raises: EvaluationError or UnsupportedModelError with the loader's reason.
+    Source: own.
+    """
+    model_class, dtype = _model_class(folder), DTYPES[settings.dtype]
+    try:
+        with quiet_loading():
+            model = model_class.from_pretrained(folder, dtype=dtype, use_safetensors=True)
+    except (OSError, RuntimeError, ValueError) as error:
+        raise EvaluationError(
+            "the checkpoint cannot be loaded", where=str(folder), got=str(error)
+        ) from error
+    try:
+        yield model.eval().to(settings.device)
+    finally:
+        del model
+        gc.collect()
+
+
+@contextmanager
+def quiet_loading() -> Iterator[None]:
+    """Hide the progress bars of transformers: the caller has its own.
+
+    Source: own.
+    """
+    from transformers.utils import logging
+
+    bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if bars:
+            logging.enable_progress_bar()
+
+
+def _model_class(folder: Path):
+    """The class that config.json names: not every MLA class is known to AutoModelForCausalLM."""
+    import transformers
+
+    names = read_json(Path(folder) / "config.json").get("architectures") or [None]
+    found = getattr(transformers, str(names[0]), None)
+    if not (isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)):
+        raise UnsupportedModelError(
+            "the architecture is not in the installed transformers",
+            where=f"{folder}/config.json: architectures",
+            expected="a model class of transformers",
+            got=names[0],
+        )
+    return found
+
+
+def load_tokenizer(folder: Path):
+    """Load the tokenizer of a checkpoint folder.
+
+    Args: folder [checkpoint folder].
+    Returns: the transformers tokenizer.
+    Raises: EvaluationError if there is none.
+    Source: own.
+    """
+    import transformers
+
+    try:
+        return transformers.AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise EvaluationError(
+            "the folder has no tokenizer that loads",
+            where=str(folder),
+            got=str(error).splitlines()[0],
+            next_step="copy tokenizer.json and tokenizer_config.json of the original model",
+        ) from error
+
+
+def tokenizer_sha256(tokenizer) -> str:
+    """Hash what the tokenizer does, not where it lies.
+
+    Args: tokenizer [transformers tokenizer].
+    Returns: sha256 of the fast tokenizer's own JSON, or of the vocabulary of a slow one.
+    Source: own.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    body = (
+        backend.to_str()
+        if backend is not None
+        else json.dumps(tokenizer.get_vocab(), sort_keys=True)
+    )
+    return hashlib.sha256(body.encode()).hexdigest()
+
+
+def effective_block(subject: Subject) -> QuantMLABlock:
+    """Return the `quantmla` block that a subject's cache is made from, overrides applied.
+
+    Clip ratios belong to the bits that they were chosen for, so another scheme drops them.
+
+    Args: subject.
+    Returns: QuantMLABlock of the folder, or a new one for a folder without a block.
+    Raises: SchemeError if there is neither a scheme nor a block; CheckpointError without a config.
+    Source: own.
+    """
+    config = read_json(Path(subject.folder) / "config.json")
+    scheme, changes = subject.scheme, {}
+    if scheme is not None and "quantmla" not in config:
+        family = family_of(config)
+        block = QuantMLABlock(
+            method="rtn",
+            content=PathFormat(bits=scheme.content_bits, group=scheme.group),
+            rope=PathFormat(bits=scheme.rope_bits, group=scheme.group),
+            zero=scheme.zero,
+            rope_pairing=family.rope_pairing(config),
+            rope_pairing_cache=family.rope_pairing_cache(config),
+            sink_tokens=scheme.sink_tokens,
+            window_tokens=scheme.window_tokens,
+        )
+    else:
+        block = QuantMLABlock.from_config(config)
+        if scheme is not None:
+            changes = {
+                "content": PathFormat(bits=scheme.content_bits, group=scheme.group),
+                "rope": PathFormat(bits=scheme.rope_bits, group=scheme.group),
+                "zero": scheme.zero,
+                "clip": False,
+                "per_layer": {},
+            }
+    for name in ("sink_tokens", "window_tokens"):
+        if getattr(subject, name) is not None:
+            changes[name] = getattr(subject, name)
+    return block.model_copy(update=changes)
+
+
+def new_cache(subject: Subject, settings: Settings) -> QuantMLACache | None:
+    """Build an empty cache for one batch.
+
+    Args: subject; settings.
+    Returns: QuantMLACache, or None for the expanded path.
+    Raises: CacheError, SchemeError or CheckpointError of the cache.
+    Source: own.
+    """
+    if subject.path == "expanded":
+        return None
+    config = read_json(Path(subject.folder) / "config.json")
+    options = {"prefill": settings.prefill}
+    if settings.prefill == "fast":
+        options["chunk_tokens"] = settings.chunk_tokens
+    if subject.path == "absorbed":
+        return QuantMLACache.from_scheme(KVScheme.parse("c16r16"), config, **options)
+    config["quantmla"] = effective_block(subject).to_config()
+    return QuantMLACache.from_config(config, folder=subject.folder, **options)

@@ -1,0 +1,83 @@
+"""Log-probabilities of the reference model on disk, compared at the memory of one chunk."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from quantmla.errors import EvaluationError
+
+FREE_DISK_MARGIN_BYTES = 256 * 2**20
+
+
+class ReferenceFile:
+    """A float32 array [n, window, vocab] in a file that is gone when closed, or when we die.
+
+    Args:
+        folder: where the file lies; needs room for n * window * vocab * 4 bytes.
+        shape: (n, window, vocab).
+    Raises: EvaluationError if the disk has no room.
+    Source: own.
+    """
+
+    def __init__(self, folder: Path, shape: tuple[int, int, int]) -> None:
+        self.shape = shape
+        size_bytes = 4 * int(np.prod(shape, dtype=np.int64))
+        free_bytes = shutil.disk_usage(folder).free
+        if free_bytes < size_bytes + FREE_DISK_MARGIN_BYTES:
+            raise EvaluationError(
+                "no room for the log-probabilities of the reference model",
+                where=str(folder),
+                expected=f"{size_bytes + FREE_DISK_MARGIN_BYTES} bytes free",
+                got=f"{free_bytes} bytes free",
+                next_step="score fewer tokens, or put --out on a larger disk",
+            )
+        self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 closed by __exit__
+
+    def __enter__(self) -> ReferenceFile:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._file.close()
+
+    def write(self, first: int, start: int, logprobs: torch.Tensor) -> None:
+        """Store one chunk of neighbouring windows.
+
+        Args: first [window index]; start [token]; logprobs [B, S, vocab, float32].
+        Raises: EvaluationError if the disk is full.
+        Source: own.
+        """
+        try:
+            for row, chunk in enumerate(logprobs.contiguous(), start=first):
+                # a plain write reports a full disk as an error; a store through the mapping would
+                # be a bus error
+                self._file.seek(self._offset(row, start))
+                self._file.write(memoryview(chunk.numpy()).cast("B"))
+            self._file.flush()
+        except OSError as error:
+            raise EvaluationError(
+                "the log-probabilities of the reference model cannot be written", got=str(error)
+            ) from error
+
+    def read(self, first: int, start: int, shape: tuple[int, int]) -> torch.Tensor:
+        """Map one chunk, so that only the chunk counts as resident memory.
+
+        Args: first [window index]; start [token]; shape [(windows, tokens)].
+        Returns: [windows, tokens, vocab, float32].
+        Source: own.
+        """
+        windows, tokens = shape
+        out = torch.empty(windows, tokens, self.shape[2])
+        for row in range(windows):
+            offset = self._offset(first + row, start)
+            out[row] = torch.from_numpy(
+                np.memmap(self._file, np.float32, "r+", offset, (tokens, self.shape[2]))
+            )
+        return out
+
+    def _offset(self, row: int, start: int) -> int:
+        return 4 * self.shape[2] * (row * self.shape[1] + start)

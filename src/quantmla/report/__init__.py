@@ -1,0 +1,6 @@
+"""One self-contained HTML page, and metrics.json, from result rows; reads JSON data only."""
+
+from quantmla.report.metrics import metrics_of
+from quantmla.report.page import write_report
+
+__all__ = ["metrics_of", "write_report"]

@@ -1,0 +1,127 @@
+"""Inline SVG plots that follow the page's light or dark colours and need no network."""
+
+from __future__ import annotations
+
+import io
+import re
+
+INK = "#010203"  # replaced by currentColor, so that text and axes follow the page
+COLORS = {
+    "rtn": "#d1495b",
+    "smoothquant": "#edae49",
+    "quarot_offline": "#8d96a3",
+    "quarot_online": "#3c91e6",
+    "quantmla": "#2a9d8f",
+    "bf16": "#9b72cf",
+}
+OTHER_COLORS = ("#c77dff", "#ff7f50", "#7cb518", "#00b4d8")
+NAMES = {
+    "bf16": "BF16",
+    "rtn": "RTN",
+    "smoothquant": "SmoothQuant",
+    "quarot_offline": "QuaRot offline",
+    "quarot_online": "QuaRot online",
+    "quantmla": "QuantMLA",
+}
+
+
+def method_name(method: str) -> str:
+    """Return how a method is written in tables and legends.
+
+    Args: method [label of a row].
+    Source: own.
+    """
+    return NAMES.get(method, method)
+
+
+def bars(title: str, unit: str, values: dict[str, dict[str, float]], *, log: bool = False) -> str:
+    """Draw grouped bars.
+
+    Args:
+        title, unit: of the plot and of its y axis.
+        values: group on the x axis to {method: value}.
+        log: logarithmic y axis.
+    Returns: an <svg> element.
+    Source: own.
+    """
+    figure, axes = _figure(title, unit, width=6.4)
+    methods = list(dict.fromkeys(m for group in values.values() for m in group))
+    step = 0.8 / max(1, len(methods))
+    for index, method in enumerate(methods):
+        x = [g + step * (index - (len(methods) - 1) / 2) for g in range(len(values))]
+        heights = [group.get(method, 0.0) for group in values.values()]
+        drawn = axes.bar(x, heights, step * 0.92, label=method_name(method), color=_color(method))
+        axes.bar_label(drawn, [_short(h) for h in heights], fontsize=7, color=INK, padding=1)
+    axes.set_xticks(range(len(values)), list(values))
+    if log:
+        axes.set_yscale("log")
+    axes.margins(y=0.12)
+    return _svg(figure, axes)
+
+
+def lines(title: str, unit: str, values: dict[str, list[float | None]]) -> str:
+    """Draw one line a method over the cache layers, on a logarithmic y axis.
+
+    Args: title; unit [of the y axis]; values [method to one value a layer, None where unknown].
+    Returns: an <svg> element.
+    Source: own.
+    """
+    figure, axes = _figure(title, unit, width=6.4)
+    for method, series in values.items():
+        points = [(i, v) for i, v in enumerate(series) if v is not None and v > 0]
+        if points:
+            x, y = zip(*points, strict=True)
+            axes.plot(
+                x, y, marker="o", ms=3, lw=1.4, label=method_name(method), color=_color(method)
+            )
+    axes.set_yscale("log")
+    axes.set_xlabel("cache layer", color=INK)
+    return _svg(figure, axes)
+
+
+def _figure(title: str, unit: str, width: float):
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    # text as text keeps the page small; a fixed salt keeps it equal from run to run
+    mpl.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "quantmla", "font.size": 9})
+    figure = Figure(figsize=(width, 3.2), layout="constrained")
+    axes = figure.add_subplot()
+    axes.set_title(title, color=INK, fontsize=10, loc="left")
+    axes.set_ylabel(unit, color=INK)
+    axes.tick_params(colors=INK, which="both")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(INK)
+    axes.grid(axis="y", color=INK, alpha=0.12)
+    axes.set_axisbelow(True)
+    return figure, axes
+
+
+def _svg(figure, axes) -> str:
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(fontsize=7, frameon=False, labelcolor=INK, loc="upper left", ncols=3)
+        low, high = axes.get_ylim()
+        above = high * (high / low) ** 0.3 if axes.get_yscale() == "log" else high * 1.25
+        axes.set_ylim(low, above)  # room for the legend
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    return _inline(buffer.getvalue())
+
+
+def _inline(svg: str) -> str:
+    """Keep the <svg> element alone: no prolog, no metadata, no name space addresses."""
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r'\sxmlns(:\w+)?="[^"]*"', "", svg)
+    svg = re.sub(r'(<svg[^>]*?)\swidth="[^"]*"', r"\1", svg, count=1)
+    svg = re.sub(r'(<svg[^>]*?)\sheight="[^"]*"', r"\1", svg, count=1)
+    return svg.replace(INK, "currentColor")
+
+
+def _color(method: str) -> str:
+    # not hash(): it differs from process to process
+    return COLORS.get(method, OTHER_COLORS[sum(method.encode()) % len(OTHER_COLORS)])
+
+
+def _short(value: float) -> str:
+    return f"{value:.3g}" if value else ""
