@@ -101,7 +101,7 @@ def _train_content(
 
 
 def _rope_part(recipe: Recipe) -> Recipe:
-    """Return the recipe without what does not concern the RoPE path; equal ones share a training."""
+    """Return the recipe without what does not concern the RoPE path; equal parts train once."""
     scheme = recipe.scheme.model_copy(update={"content_bits": 16})
     return recipe.model_copy(update={"scheme": scheme, "clip_content": None})
 

@@ -1,0 +1,46 @@
+"""What is installed and what this machine can do."""
+
+from __future__ import annotations
+
+import platform
+from importlib.util import find_spec
+
+import quantmla
+from quantmla.evaluate.data import ITEM_SLICES, TEXT_SLICES
+from quantmla.evaluate.manifest import git_revision, package_version
+
+BASE = ("torch", "transformers", "safetensors", "huggingface-hub", "typer", "pydantic", "rich")
+OPTIONAL = {
+    "gguf": "quantmla[demo]",
+    "accelerate": "quantmla[demo]",
+    "matplotlib": "quantmla[report]",
+    "jinja2": "quantmla[report]",
+}
+
+
+def environment() -> dict:
+    """Collect versions, devices and what is missing.
+
+    Returns: JSON data; `missing` says what each absent package would give and how to install it.
+    Source: own.
+    """
+    import torch
+
+    gpus = range(torch.cuda.device_count()) if torch.cuda.is_available() else ()
+    return {
+        "quantmla": quantmla.__version__,
+        "revision": git_revision(),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": {name: package_version(name) for name in (*BASE, *OPTIONAL)},
+        "missing": [
+            f"{name}: pip install '{extra}'"
+            for name, extra in OPTIONAL.items()
+            if find_spec(name) is None
+        ],
+        "cpu_threads": torch.get_num_threads(),
+        "gpus": [torch.cuda.get_device_name(index) for index in gpus],
+        "attention": "torch reference (any device)",
+        "texts": sorted(TEXT_SLICES),
+        "tasks": sorted(ITEM_SLICES),
+    }
