@@ -24,7 +24,14 @@ def capture(tmp_path_factory):
 
 def recipe(scheme, group=16, **clips):
     scheme = {"content_bits": int(scheme[1]), "rope_bits": int(scheme[3]), "group": group}
-    return Recipe(method="rtn", scheme=scheme, sequences=2, heldout_sequences=1, **clips)
+    return Recipe(
+        method="rtn",
+        scheme=scheme,
+        sequences=2,
+        heldout_sequences=1,
+        protect="none",
+        **clips,
+    )
 
 
 def content_error(capture, transform, recipe):

@@ -16,7 +16,7 @@ from tiny import write_tiny
 def recipe(method="quantmla", **fields):
     windows = {"sequences": 4, "heldout_sequences": 2, "sequence_tokens": 32}
     settings = {"method": method, "scheme": "c4r4", "steps": 30, "eval_every": 10}
-    settings["train"] = {"curvature_steps": 40}
+    settings |= {"train": {"curvature_steps": 40}, "protect": "none"}
     return Recipe.model_validate(settings | windows | fields)
 
 

@@ -28,7 +28,8 @@ def recipe(method="quarot_online", scheme="c4r4", **fields):
 
 def learned(**fields):
     train = {"curvature_steps": 3}
-    return recipe(**{"method": "quantmla", "steps": 4, "eval_every": 2, "train": train} | fields)
+    settings = {"method": "quantmla", "steps": 4, "eval_every": 2, "protect": "none"}
+    return recipe(**settings | {"train": train} | fields)
 
 
 @pytest.fixture
@@ -287,3 +288,9 @@ def test_fused_result_is_the_same_model(model, text, tmp_path, method):
     torch.testing.assert_close(fused, original, rtol=0, atol=2e-5 * float(original.abs().max()))
     with pytest.raises(CheckpointError, match="already"):
         run(out, text, [each], tmp_path / "again")
+
+
+def test_windows_inside_the_protection_teach_nothing(model, text, tmp_path):
+    with pytest.raises(CalibrationError, match="nothing to learn"):
+        run(model, text, [learned(protect="policy")], tmp_path / "run")
+    assert not (tmp_path / "run").exists()

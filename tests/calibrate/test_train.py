@@ -72,7 +72,7 @@ def test_learned_transforms_beat_rounding_on_both_paths(capture):
 
 
 def test_the_recorded_error_is_the_error_of_what_is_returned(capture):
-    recipe_ = recipe(curvature_steps=0)
+    recipe_ = recipe(curvature_steps=0, protect="none")
     transform = train_layer(LayerWorkspace(capture, "half", 5), recipe_)
     attention, scores = LayerAttention(capture), PositionScores(capture)
     content = ratio_of_sums(
@@ -194,7 +194,7 @@ def test_gram_form_equals_the_masked_score_matrix(capture, distance):
 def test_sensitivity_matches_the_dense_jacobian(capture):
     attention = LayerAttention(capture, Protection(2, 8))
     window = 3
-    sampled = OutputSensitivity.of(attention, [window], probes=600, seed=0)
+    sampled = OutputSensitivity.of(attention, [window], [0], probes=600, seed=0)
     latent, rope, _ = attention.sequence(window)
     jacobian = torch.autograd.functional.jacobian(
         lambda c, k: attention.output(window, c, k), (latent, rope)

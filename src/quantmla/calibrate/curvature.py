@@ -17,9 +17,9 @@ class OutputSensitivity:
     token j. One backward pass a probe therefore samples the blocks of every token and both paths.
 
     Args:
-        content [R, R]: mean block of the unit latent, with mean diagonal 1.
+        content [R, R]: mean block of the unit latent over the training windows, mean diagonal 1.
         content_weight: window -> [T] energy of each token's block, mean 1 over all windows.
-        rope_pull: window -> [probes, T, P] pullbacks of the RoPE key, their mean square 1.
+        rope_pull: training window -> [probes, T, P] pullbacks of the RoPE key, mean square 1.
 
     Source: own.
     """
@@ -30,13 +30,19 @@ class OutputSensitivity:
 
     @classmethod
     def of(
-        cls, attention: LayerAttention, windows: list[int], probes: int, seed: int
+        cls,
+        attention: LayerAttention,
+        train: list[int],
+        heldout: list[int],
+        probes: int,
+        seed: int,
     ) -> OutputSensitivity:
         """Sample a layer.
 
         Args:
             attention: the layer, with the protection that the cache will use.
-            windows: captured windows to sample.
+            train: captured windows that training may learn from.
+            heldout: windows that only get token weights, to compare candidates on.
             probes: random output vectors a window.
             seed: of the probes.
 
@@ -47,7 +53,7 @@ class OutputSensitivity:
         rank = attention.kv_b.shape[-1]
         content = torch.zeros(rank, rank, dtype=torch.float64)
         weight, pull = {}, {}
-        for window in windows:
+        for window in (*train, *heldout):
             exact_latent, exact_rope, _ = attention.sequence(window)
             latent = exact_latent.clone().requires_grad_(True)
             rope = exact_rope.clone().requires_grad_(True)
@@ -59,10 +65,13 @@ class OutputSensitivity:
                 latent_pull, rope_pull = torch.autograd.grad(
                     output, (latent, rope), vector, retain_graph=probe + 1 < probes
                 )
-                content += (latent_pull.T @ latent_pull).double().cpu()
                 energy += latent_pull.square().sum(-1)
-                pulls.append(rope_pull)
-            weight[window], pull[window] = energy, torch.stack(pulls)
+                if window in train:
+                    content += (latent_pull.T @ latent_pull).double().cpu()
+                    pulls.append(rope_pull)
+            weight[window] = energy
+            if pulls:
+                pull[window] = torch.stack(pulls)
         content *= rank / content.trace().clamp_min(1e-30)
         energy_mean = torch.cat(list(weight.values())).mean().clamp_min(1e-30)
         pull_rms = torch.cat(list(pull.values()), 1).square().mean().sqrt().clamp_min(1e-30)

@@ -65,6 +65,7 @@ def estimate_run(
         * _layer_time(capture, recipe, pairing_cache, device)
         for recipe in recipes
     }
+    sampling_s = len(decoders) * _sampling_time(capture, recipes, pairing_cache, device)
     per_window, kept = _window_bytes(layers, first, storage_dtype)
     trial_peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     shards = sum((reader.path / shard).stat().st_size for shard in reader.shards)
@@ -73,8 +74,9 @@ def estimate_run(
         "windows": windows,
         "sequence_tokens": first.sequence_tokens,
         "optimiser_steps": len(decoders) * sum(map(_steps, recipes)),
-        "time_s": round(capture_s + sum(methods_s.values()), 1),
+        "time_s": round(capture_s + sampling_s + sum(methods_s.values()), 1),
         "capture_time_s": round(capture_s, 1),
+        "sampling_time_s": round(sampling_s, 1),
         "method_time_s": {name: round(seconds, 1) for name, seconds in methods_s.items()},
         "peak_memory_bytes": trial_peak + per_window * max(0, windows - TRIAL_WINDOWS),
         "disk_bytes": 2 * windows * kept + _transform_bytes(layers, recipes),
@@ -109,8 +111,10 @@ def _layer_time(capture: LayerCapture, recipe: Recipe, pairing_cache: str, devic
     """Return the seconds of one recipe on one layer.
 
     The time is taken as linear in training steps, in steps on the curvature, and in measurements
-    of held-out windows; each rate comes from the difference of two trials.
+    of held-out windows; each rate comes from the difference of two trials. The sensitivity that
+    the recipes share is left out; see `_sampling_time`.
     """
+    one = min(1, recipe.train.curvature_steps)  # decides which error the RoPE path measures
 
     def trial(steps: int, curvature_steps: int, heldout: int) -> float:
         train = recipe.train.model_copy(update={"curvature_steps": curvature_steps})
@@ -123,17 +127,20 @@ def _layer_time(capture: LayerCapture, recipe: Recipe, pairing_cache: str, devic
                 "eval_every": TRIAL_STEPS + 1,
             }
         )
+        layer = LayerWorkspace(capture, pairing_cache, 0, device)
+        if _samples(recipe):
+            layer.sensitivity(small)
         start = clock()
-        METHODS[recipe.method](LayerWorkspace(capture, pairing_cache, 0, device), small)
+        METHODS[recipe.method](layer, small)
         return clock() - start
 
-    trial(0, 0, 1)  # first use of each operation
-    base = trial(0, 0, 1)
+    trial(0, one, 1)  # first use of each operation
+    base = trial(0, one, 1)
     seconds = base
     if recipe.method == "quantmla":
-        measurement = max(0.0, trial(0, 0, 2) - base) / 2  # before training, and plain rounding
-        per_step = max(0.0, trial(TRIAL_STEPS, 0, 1) - base - measurement) / TRIAL_STEPS
-        per_proxy = max(0.0, trial(0, TRIAL_STEPS, 1) - base - measurement) / TRIAL_STEPS
+        measurement = max(0.0, trial(0, one, 2) - base) / (2 + one)  # start, end, plain rounding
+        per_step = max(0.0, trial(TRIAL_STEPS, one, 1) - base - measurement) / TRIAL_STEPS
+        per_proxy = max(0.0, trial(0, one + TRIAL_STEPS, 1) - base) / TRIAL_STEPS
         steps, proxies = recipe.steps, recipe.train.curvature_steps
         measured = (steps + proxies) // recipe.eval_every + 2
         seconds += per_step * steps + per_proxy * proxies
@@ -143,6 +150,26 @@ def _layer_time(capture: LayerCapture, recipe: Recipe, pairing_cache: str, devic
     start = clock()
     joint_check(layer.attention(), LayerTransform(), recipe.scheme, pairing_cache, checked)
     return seconds + clock() - start
+
+
+def _sampling_time(
+    capture: LayerCapture, recipes: list[Recipe], pairing_cache: str, device: str
+) -> float:
+    """Return the seconds of one layer's output sensitivity, which all recipes that ask share."""
+    asking = next((recipe for recipe in recipes if _samples(recipe)), None)
+    if asking is None:
+        return 0.0
+    small = asking.model_copy(update={"sequences": 1, "heldout_sequences": 1})
+    layer = LayerWorkspace(capture, pairing_cache, 0, device)
+    start = clock()
+    layer.sensitivity(small)
+    per_window = (clock() - start) / 2
+    most = asking.train.curvature_windows
+    return per_window * (min(most, asking.sequences) + min(most, asking.heldout_sequences))
+
+
+def _samples(recipe: Recipe) -> bool:
+    return recipe.method == "quantmla" or recipe.clip_content == "learned"
 
 
 def _steps(recipe: Recipe) -> int:

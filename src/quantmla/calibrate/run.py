@@ -173,6 +173,18 @@ def check_recipes(recipes: list[Recipe]) -> Recipe:
                 got=", ".join(map(str, values)),
                 next_step="run them apart, in two folders",
             )
+    for recipe in recipes:
+        scheme = recipe.scheme
+        protected_tokens = scheme.sink_tokens + scheme.window_tokens
+        void = recipe.protect == "policy" and recipe.sequence_tokens <= protected_tokens
+        if recipe.method == "quantmla" and void:
+            raise CalibrationError(
+                "there is nothing to learn: every pair of a window is read in BF16",
+                where="sequence_tokens, protect",
+                expected=f"windows longer than sink + window = {protected_tokens} tokens",
+                got=f"{recipe.sequence_tokens} tokens with protect=policy",
+                next_step="use longer windows, or protect=none",
+            )
     return recipes[0]
 
 

@@ -147,7 +147,7 @@ def _train_rope(layer: LayerWorkspace, recipe: Recipe, plain: LayerTransform) ->
     with torch.no_grad():
         rounding = error_of(lambda key: read_rope(plain, scheme, layer.pairing_cache, key))
     stats = _record("rope", rounding, start, best)
-    if best >= rounding:
+    if not best < rounding:  # NaN counts as not better
         return LayerTransform(rope_clip=plain.rope_clip, stats=stats)
     return LayerTransform(
         rope_angle=path.angle.detach().double().cpu(),

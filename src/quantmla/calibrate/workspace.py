@@ -59,12 +59,12 @@ class LayerWorkspace:
         """Return the output sensitivity on the first training and held-out windows of a recipe."""
         config, protection = recipe.train, protection_of(recipe)
         train, heldout = split_windows(recipe)
-        windows = train[: config.curvature_windows] + heldout[: config.curvature_windows]
-        key = (OutputSensitivity, protection, config.curvature_probes, tuple(windows))
+        train, heldout = (w[: config.curvature_windows] for w in (train, heldout))
+        key = (OutputSensitivity, protection, config.curvature_probes, *train, *heldout)
         return self.once(
             key,
             lambda: OutputSensitivity.of(
-                self.attention(protection), windows, config.curvature_probes, self.seed
+                self.attention(protection), train, heldout, config.curvature_probes, self.seed
             ),
         )
 
