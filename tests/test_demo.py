@@ -7,7 +7,7 @@ import pytest
 
 from quantmla import demo as module
 from quantmla.demo import DEMO_RECIPE, METHODS, SCHEMES, Demo, estimate_demo, run_demo
-from quantmla.errors import CheckpointError, GateError
+from quantmla.errors import CheckpointError, GateError, QuantMLAError
 from tiny_llama import tiny_llama, write_llama
 from tiny_text import write_tiny_with_tokenizer
 
@@ -128,6 +128,39 @@ def test_a_stopped_demo_scores_only_what_is_missing(finished, small, tmp_path, m
         assert entry["kl"] == pytest.approx(before["kl"], rel=1e-5)
 
 
+def test_another_revision_keeps_the_calibration_and_scores_again(
+    finished, small, tmp_path, model_folder, monkeypatch
+):
+    out = tmp_path / "out"
+    shutil.copytree(small.out, out)
+    before = module.code_version()
+    monkeypatch.setattr(module, "git_revision", lambda: "another")
+    monkeypatch.setattr(module, "METHODS", ("rtn", "quantmla"))
+    recipes = Demo(out=out, model=model_folder, recipe=SMALL).recipes()
+    state = json.loads((out / "demo.json").read_text())
+    state["recipes"] = [recipe.sha256() for recipe in recipes]
+    (out / "demo.json").write_text(json.dumps(state))
+    shutil.rmtree(out / "calibration")  # of more recipes
+    demo = Demo(out=out, model=model_folder, recipe=SMALL, windows=(200,), tokens=200)
+    said = []
+    result = run(demo, resume=True, say=said.append)
+    assert "'revision': 'another'}: model and calibration are kept" in "\n".join(said)
+    assert len([line for line in said if "perplexity" in line]) == 1 + 4
+    assert result["manifest"]["calibrated_by"] == before
+    assert result["manifest"]["calibrated_by"]["revision"] != "another"
+    said.clear()
+    run(demo, resume=True, say=said.append)
+    assert [line for line in said if "perplexity" in line or "begun by" in line] == []
+
+
+def test_packages_of_the_report_are_asked_for_before_any_work(small, tmp_path, monkeypatch):
+    monkeypatch.setattr("quantmla.report.page.find_spec", lambda name: None)
+    demo = Demo(out=tmp_path / "out", model=small.model, recipe=SMALL)
+    with pytest.raises(QuantMLAError, match="matplotlib, jinja2"):
+        run(demo)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_used_folder_is_refused(finished, small, model_folder, tmp_path):
     with pytest.raises(CheckpointError, match="add --resume"):
         run(small)
@@ -189,7 +222,7 @@ def test_expanded_attention_is_a_row_but_not_the_reference(model_folder, small, 
 
 
 def test_a_llama_model_is_converted_first(tmp_path, monkeypatch):
-    monkeypatch.setattr("quantmla.cli.conversion.WINDOW_TOKENS", 32)
+    monkeypatch.setattr("quantmla.convert.run.WINDOW_TOKENS", 32)
     monkeypatch.setattr(module, "convert_model", partial(module.convert_model, kv_lora_rank=32))
     monkeypatch.setattr(module, "METHODS", ("rtn",))
     source = write_llama(tmp_path / "llama", tiny_llama(layers=1))
@@ -201,8 +234,8 @@ def test_a_llama_model_is_converted_first(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_the_demo_on_the_real_model(tmp_path):
-    """Download, convert, calibrate and score SmolLM2: about a quarter of an hour."""
-    metrics = run(Demo(out=tmp_path / "out"))["metrics"]
+    """Download, convert, calibrate and score 8,192 tokens of SmolLM2: some twenty minutes."""
+    metrics = run(Demo(out=tmp_path / "out", tokens=8192))["metrics"]
     bf16 = metrics["bf16"]["ppl"]["2048"]
     found = {(entry["method"], entry["scheme"]): entry for entry in metrics["methods"]}
     for scheme, ppl_limit in (("c4r4", 1.015), ("c2r4", 1.07)):
@@ -210,4 +243,8 @@ def test_the_demo_on_the_real_model(tmp_path):
         others = [entry for key, entry in found.items() if key[1] == scheme]
         assert ours["kl"] < min(entry["kl"] for entry in others)
         assert ours["ppl"]["2048"] < min(entry["ppl"]["2048"] for entry in others)
-        assert ours["ppl"]["2048"] < ppl_limit * bf16
+        assert ours["ppl"]["2048"] <= ppl_limit * bf16
+        if scheme == "c4r4":
+            assert ours["kl"] <= 0.4 * found["quarot_online", scheme]["kl"]
+        else:  # clipped alike
+            assert ours["kl"] <= 0.35 * min(entry["kl"] for entry in others)

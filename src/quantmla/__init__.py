@@ -21,6 +21,7 @@ _EXPORTS = {
     "QuantMLAError": "quantmla.errors",
     "Recipe": "quantmla.config",
     "SchemeError": "quantmla.errors",
+    "TextError": "quantmla.errors",
     "UnsupportedModelError": "quantmla.errors",
     "fuse_checkpoint": "quantmla.checkpoint.fusedir",
     "run_calibration": "quantmla.calibrate.run",

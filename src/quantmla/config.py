@@ -241,6 +241,8 @@ class QuantMLABlock(StrictModel):
         rope_pairing_cache: pairing in the cached key.
         rope_online: transform that the cache applies to keys and queries after RoPE, or None.
         clip: whether quantmla.safetensors holds clip ratios.
+        writer_sha256: digest of these ratios, so that no other file can stand in for theirs.
+        norm_eps: epsilon of kv_a_layernorm that the transforms were made for.
         per_layer: overrides by cache layer index, written as a string.
         sink_tokens: first tokens of a sequence that are read in BF16.
         window_tokens: most recent tokens, the query's own included, that are read in BF16.
@@ -259,6 +261,8 @@ class QuantMLABlock(StrictModel):
     rope_pairing_cache: Pairing
     rope_online: Literal["hadamard"] | None = None
     clip: bool = False
+    writer_sha256: Digest | None = None
+    norm_eps: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
     per_layer: dict[Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,4})$")], LayerBits] = Field(
         default_factory=dict
     )

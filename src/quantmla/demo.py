@@ -12,30 +12,31 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import quantmla
 from quantmla.calibrate.estimate import estimate_run
+from quantmla.calibrate.joint import JOINT_SEQUENCES
 from quantmla.calibrate.run import CalibrationRun, run_calibration
 from quantmla.checkpoint.header import read_json
 from quantmla.checkpoint.lock import folder_lock
 from quantmla.checkpoint.writer import remove_folder
-from quantmla.cli.conversion import convert_model
 from quantmla.config import Recipe, canonical_sha256
+from quantmla.convert.run import convert_model
 from quantmla.convert.smollm2 import SMOLLM2, fetch_smollm2
 from quantmla.errors import CheckpointError
-from quantmla.evaluate.data import open_text, text_file
 from quantmla.evaluate.fidelity import measure_fidelity, summary
-from quantmla.evaluate.manifest import build_manifest
+from quantmla.evaluate.manifest import build_manifest, checkpoint_sha256, git_revision
 from quantmla.evaluate.model import (
     PATH_NAMES,
     Settings,
     Subject,
     default_settings,
-    load_tokenizer,
     tokenizer_sha256,
 )
 from quantmla.evaluate.row import require_valid
-from quantmla.evaluate.windows import Windows, cut_windows
 from quantmla.files import atomic_write, storage_errors
-from quantmla.report import metrics_of, write_report
+from quantmla.loading import check_device, load_tokenizer
+from quantmla.report import metrics_of, require_packages, write_report
+from quantmla.text import Windows, cut_windows, open_text
 
 # What the demo calibrates with: small enough for two CPU cores.
 DEMO_RECIPE = {
@@ -44,8 +45,8 @@ DEMO_RECIPE = {
     "sequence_tokens": 512,
     "protect": "policy",
     "steps": 0,
-    "eval_every": 100,
-    "train": {"curvature_steps": 100, "curvature_windows": 16, "curvature_batch_tokens": 1024},
+    "eval_every": 200,
+    "train": {"curvature_steps": 200, "curvature_windows": 16, "curvature_batch_tokens": 512},
 }
 METHODS = ("rtn", "smoothquant", "quarot_offline", "quarot_online", "quantmla")
 SCHEMES = {
@@ -124,6 +125,9 @@ class Demo:
 def run_demo(demo: Demo, *, resume: bool, say: Say, progress: ProgressOf) -> dict:
     """Run the demo.
 
+    A folder that another revision of quantmla began may be resumed: its calibration is kept (and
+    named in the manifest), everything after it is done again.
+
     Args:
         demo: what to do.
         resume: go on with what is in demo.out.
@@ -133,12 +137,14 @@ def run_demo(demo: Demo, *, resume: bool, say: Say, progress: ProgressOf) -> dic
     Raises: any QuantMLAError; GateError if a row did not read the packed cache.
     Source: own.
     """
+    require_packages()
+    check_device(demo.device)
     with folder_lock(demo.out):
         return _run_steps(demo, resume, say, progress)
 
 
 def _run_steps(demo: Demo, resume: bool, say: Say, progress: ProgressOf) -> dict:
-    _open_folder(demo, resume)
+    began = _open_folder(demo, resume, say)
     with _step("model", say):
         model = _model(demo, say, progress)
     with _step("calibration", say), progress("calibrate") as tell:
@@ -150,7 +156,7 @@ def _run_steps(demo: Demo, resume: bool, say: Say, progress: ProgressOf) -> dict
         for recipe in run.recipes
         for index, stats in enumerate(run.stats(recipe))
     ]
-    manifest = build_manifest(
+    manifest = {"calibrated_by": began} | build_manifest(
         models={"bf16": model},
         texts={name: open_text(name).sha256 for name in (CALIBRATION_TEXT, TEST_TEXT)},
         recipes={f"{r.method} {r.scheme.name}": r.sha256() for r in run.recipes},
@@ -161,15 +167,24 @@ def _run_steps(demo: Demo, resume: bool, say: Say, progress: ProgressOf) -> dict
     return _write(demo, results, say)
 
 
-def _open_folder(demo: Demo, resume: bool) -> None:
-    state = demo.out / STATE_NAME
-    identity = demo.identity()
+def code_version() -> dict:
+    """Which code computes: version of the package and, in a checkout, its commit.
+
+    Source: own.
+    """
+    return {"quantmla": quantmla.__version__, "revision": git_revision()}
+
+
+def _open_folder(demo: Demo, resume: bool, say: Say) -> dict:
+    """Begin a folder or check that it may go on; return the code version that calibrates in it."""
+    path, identity, now = demo.out / STATE_NAME, demo.identity(), code_version()
     if not demo.out.exists() or not any(demo.out.iterdir()):
         with storage_errors(demo.out):
             demo.out.mkdir(parents=True, exist_ok=True)
-            atomic_write(state, json.dumps(identity, indent=1) + "\n")
-        return
-    same = state.is_file() and read_json(state) == identity
+        _write_state(path, {**identity, "calibrated_by": now, "fused_by": now})
+        return now
+    state = read_json(path) if path.is_file() else {}
+    same = {name: state.get(name) for name in identity} == identity
     if not (resume and same):
         raise CheckpointError(
             "the folder of the demo already holds something",
@@ -178,6 +193,18 @@ def _open_folder(demo: Demo, resume: bool) -> None:
             got="a demo of the same settings" if same else "other files or other settings",
             next_step="add --resume" if same else "choose another --out",
         )
+    began = state.get("calibrated_by")
+    if state.get("fused_by") != now:
+        say(f"begun by {began}, this is {now}: model and calibration are kept, the rest is redone")
+        for recipe in demo.recipes():
+            remove_folder(_fused_folder(demo, recipe))
+        _write_state(path, {**state, "fused_by": now})
+    return began
+
+
+def _write_state(path: Path, state: dict) -> None:
+    with storage_errors(path):
+        atomic_write(path, json.dumps(state, indent=1) + "\n")
 
 
 @contextmanager
@@ -202,17 +229,15 @@ def _model(demo: Demo, say: Say, progress: ProgressOf) -> Path:
 
 def _calibrate(demo: Demo, model: Path, tell: Callable[[str, int, int], None]) -> CalibrationRun:
     """All recipes in one pass over the model; goes on where an earlier run stopped."""
-    run_dir = demo.out / RUN_NAME
-    with text_file(CALIBRATION_TEXT) as text:
-        return run_calibration(
-            model,
-            text,
-            demo.recipes(),
-            run_dir,
-            resume=True,
-            progress=tell,
-            device=demo.device,
-        )
+    return run_calibration(
+        model,
+        CALIBRATION_TEXT,
+        demo.recipes(),
+        demo.out / RUN_NAME,
+        resume=True,
+        progress=tell,
+        device=demo.device,
+    )
 
 
 def _is_mla(folder: Path) -> bool:
@@ -225,6 +250,7 @@ def _evaluate(demo: Demo, model: Path, run: CalibrationRun, say: Say) -> tuple[l
     settings = default_settings(demo.device, "float32", "strict", 512, 1)
     tokenizer = load_tokenizer(model)
     digest = tokenizer_sha256(tokenizer)
+    common = {"tokenizer_sha256": digest, "reference_sha256": checkpoint_sha256(model)}
     rows = []
     for window in demo.windows:
         windows = cut_windows(
@@ -232,7 +258,7 @@ def _evaluate(demo: Demo, model: Path, run: CalibrationRun, say: Say) -> tuple[l
         )
         rows += _score_window(demo, model, run, windows, settings, say)
     context = {"device": settings.device, "tokenizer_sha256": digest}
-    return [row | {"tokenizer_sha256": digest} for row in rows], context
+    return [row | common for row in rows], context
 
 
 def _score_window(
@@ -240,7 +266,7 @@ def _score_window(
 ) -> list[dict]:
     path = demo.out / SCORES_NAME
     scores = read_json(path) if path.is_file() else {}
-    measured = {"tokens": windows.tokens_sha256, "settings": vars(settings)}
+    measured = {"tokens": windows.tokens_sha256, "settings": vars(settings), **code_version()}
     key_end = f"{windows.window_tokens} {canonical_sha256(measured)[:16]}"
 
     def key(method: str, scheme: str, attention: str = PATH_NAMES["quantised"]) -> str:
@@ -270,7 +296,7 @@ def _subjects(
     if demo.expanded:
         yield Subject("bf16", model, path="expanded")
     for recipe in recipes:
-        folder = demo.out / f"{recipe.method}-{recipe.scheme.name}"
+        folder = _fused_folder(demo, recipe)
         if not folder.exists():
             run.fuse(recipe, folder)
         yield Subject(recipe.method, folder)
@@ -278,11 +304,16 @@ def _subjects(
             remove_folder(folder)
 
 
+def _fused_folder(demo: Demo, recipe: Recipe) -> Path:
+    return demo.out / f"{recipe.method}-{recipe.scheme.name}"
+
+
 def _layer(recipe: Recipe, index: int, stats: dict) -> dict:
     return {
         "method": recipe.method,
         "scheme": recipe.scheme.name,
         "layer": index,
+        "heldout_windows": min(JOINT_SEQUENCES, recipe.heldout_sequences),
         "content_error": stats["output_error_content"],
         "rope_error": stats["output_error_rope"],
         "both_error": stats["output_error_both"],

@@ -70,7 +70,7 @@ class MLADims:
             qk_nope_head_dim=family.size(config, "qk_nope_head_dim"),
             v_head_dim=family.v_head_dim(config),
             q_lora_rank=family.size(config, "q_lora_rank") if family.low_rank_q(config) else None,
-            norm_eps=family.norm_eps(config),
+            norm_eps=family.norm_eps,
         )
         if dims.qk_rope_head_dim % 2:
             raise CheckpointError(
@@ -91,11 +91,3 @@ class MLADims:
     def bf16_bytes_per_token(self) -> int:
         """Bytes of one cached token in one layer in BF16: 2 (R + P)."""
         return BF16_BYTES * (self.kv_lora_rank + self.qk_rope_head_dim)
-
-    def content_groups(self, group: int) -> int:
-        """Quantisation groups of the latent; the last one may be short."""
-        return -(-self.kv_lora_rank // group)
-
-    def rope_groups(self, group: int) -> int:
-        """Quantisation groups of the rope key; the last one may be short."""
-        return -(-self.qk_rope_head_dim // group)

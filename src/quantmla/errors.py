@@ -3,6 +3,7 @@
 QuantMLAError
     SchemeError              a bit scheme, recipe or `quantmla` block that cannot be used
     CheckpointError          files on disk: missing, truncated, inconsistent, already fused
+    TextError                a text or task file: missing, not UTF-8, too short
     UnsupportedModelError    a model family that is not, or must not be, handled
     CalibrationError         data, capture or training of the transforms
     CacheError               misuse of the packed cache or of its attention function
@@ -42,6 +43,10 @@ class SchemeError(QuantMLAError):
 
 class CheckpointError(QuantMLAError):
     """Files of a checkpoint are missing, truncated, inconsistent or not what the step needs."""
+
+
+class TextError(QuantMLAError):
+    """A text or task file is missing, not UTF-8, too short or of another form."""
 
 
 class UnsupportedModelError(QuantMLAError):

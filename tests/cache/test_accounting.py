@@ -7,9 +7,8 @@ from hypothesis import strategies as st
 from quantmla.cache.accounting import (
     OTHER_FORMATS,
     TokenFormat,
-    mha_elements,
-    mla_elements,
     model_bytes_per_token,
+    other_formats,
     resident,
     scheme_table,
     study_resident,
@@ -146,9 +145,10 @@ def test_pages_hold_the_logical_bytes_and_little_else(
     logical = TokenFormat.from_scheme(scheme).logical_bytes(rank, rope_dim)
     assert layout.payload_bytes == 64 * logical
     assert 0 <= layout.token_bytes - logical <= 2
-    kept = resident(layout, tokens)
-    assert kept.packed_bytes == pages_for_tokens(tokens) * layout.page_bytes
-    assert kept.bf16_rows_bytes == min(tokens, 132) * 2 * (rank + rope_dim)
+    kept, all_bf16 = resident(layout, tokens), content == rope == 16
+    assert kept.packed_bytes == (0 if all_bf16 else pages_for_tokens(tokens) * layout.page_bytes)
+    rows = tokens if all_bf16 else min(tokens, 132)
+    assert kept.bf16_rows_bytes == rows * 2 * (rank + rope_dim)
     assert layout.allocate(n_pages=1).numel() == layout.page_bytes
 
 
@@ -162,33 +162,10 @@ def test_pages_hold_the_logical_bytes_and_little_else(
     ],
 )
 def test_elements_of_mla_models(dims, elements):
-    assert mla_elements(dims) == elements
     assert model_bytes_per_token(dims) == 2 * elements
     c16r16 = KVScheme.parse("c16r16")
     assert model_bytes_per_token(dims, c16r16) == 2 * elements
     assert model_bytes_per_token(dims, KVScheme.parse("c4r4")) == dims.num_cache_layers * 316
-
-
-@pytest.mark.parametrize(
-    ("layers", "kv_heads", "elements", "times_v3"),
-    [
-        (95, 8, 194_560, None),  # DeepSeek 67B
-        (94, 4, 96_256, 2.74),  # Qwen3-235B
-        (80, 8, 163_840, 4.66),  # Qwen2.5-72B, Llama-3.1-70B
-        (126, 8, 258_048, 7.34),  # Llama-3.1-405B
-    ],
-)
-def test_elements_of_grouped_query_models(layers, kv_heads, elements, times_v3):
-    assert mha_elements(layers, kv_heads, 128) == elements
-    if times_v3:
-        assert elements / mla_elements(dims_of(61)) == pytest.approx(times_v3, abs=6e-3)
-
-
-def test_v2_saving_is_82_percent_at_equal_bits():
-    v2, dense = mla_elements(dims_of(60)), mha_elements(95, 8, 128)
-    assert 1 - v2 / dense == pytest.approx(0.8224, abs=5e-5)
-    assert 1 - v2 * 6 / (dense * 16) == pytest.approx(0.93339, abs=5e-6)
-    assert 1 - v2 / mha_elements(60, 128, 128) == pytest.approx(0.9824, abs=5e-5)
 
 
 def test_scheme_table_is_plain_json_with_whole_bytes():
@@ -201,8 +178,23 @@ def test_scheme_table_is_plain_json_with_whole_bytes():
     assert first["ratio"] == pytest.approx(1152 / 316)
     assert first["resident_ratio"]["4096"] == pytest.approx(3.2605, abs=5e-5)
     assert second["bytes_per_token"] == 196
+    assert first["record_bytes"] == 320
+    assert round(first["study_ratio"]["4096"], 2) == 3.22
     counts = ("logical_bytes", "bytes_per_token", "page_bytes", "model_bytes_per_token")
     assert all(type(row[key]) is int for row in (first, second) for key in counts)
+
+
+def test_other_formats_are_plain_json():
+    rows = {row["format"]: row for row in other_formats(dims_of(27))}
+    assert rows["nvfp4"] == {"format": "nvfp4", "bytes_per_token": 324, "ratio": 1152 / 324}
+    assert rows["bf16"]["ratio"] == 1
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 100, 5000])
+def test_a_bf16_cache_costs_what_a_bf16_cache_costs(tokens):
+    kept = resident(layout_of("c16r16"), tokens, slack_tokens=6)
+    assert kept.total_bytes == kept.bf16_cache_bytes == tokens * 1152
+    assert kept.ratio == 1.0
 
 
 def test_a_scheme_that_does_not_pack_is_refused():

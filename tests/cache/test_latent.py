@@ -109,12 +109,32 @@ def test_resident_bytes_are_the_allocated_bytes(name, padded):
     assert store.resident_bytes() == held > 0
 
 
-def test_one_shot_memory_is_what_accounting_says():
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("name", ["c4r4", "c2r4", "c3r8", "c4r16", "c16r4", "c16r16"])
+def test_one_shot_memory_is_what_accounting_says(name, batch):
     # field report FR-045: real packing, not de-quantised rows behind a label
-    store = layer("c2r4", slack_tokens=6)
-    feed(store, inputs(1000), [1000])
-    expected = resident(store.layout, 1000, slack_tokens=6)
-    assert store.resident_bytes() == expected.packed_bytes + expected.bf16_rows_bytes
+    for tokens in (SINK + WINDOW + 6, 1000):
+        store = layer(name, slack_tokens=6)
+        feed(store, inputs(tokens, batch=batch), [tokens])
+        expected = resident(store.layout, tokens, slack_tokens=6)
+        held = batch * (expected.packed_bytes + expected.bf16_rows_bytes)
+        assert store.resident_bytes() == held
+
+
+@pytest.mark.parametrize(
+    "clip",
+    [
+        *(0, 1.5, -0.5, True, "0.5", torch.nan),
+        *map(torch.tensor, ([0.0], [1.5], [torch.nan], [1])),
+        *map(torch.ones, (0, 2, (1, 1))),
+    ],
+    ids=str,
+)
+def test_unusable_clip_ratios_are_refused_once(clip):
+    for path in ("content", "rope"):
+        with pytest.raises(CacheError, match=f"the {path} clip ratio cannot be used") as error:
+            layer("c2r4", layer_idx=3, **{f"{path}_clip": clip})
+        assert "cache layer 3" in str(error.value)
 
 
 def test_growth_keeps_the_bytes_and_stays_close_to_the_need():

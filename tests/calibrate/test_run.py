@@ -268,7 +268,7 @@ def test_recipes_must_share_their_windows_and_differ(model, text, tmp_path):
 
 
 def test_checkpoint_without_tokenizer_says_so(model, text, tmp_path):
-    with pytest.raises(CalibrationError, match="tokenizer"):
+    with pytest.raises(CheckpointError, match="tokenizer"):
         run_calibration(model, text, [recipe()], tmp_path / "run")
 
 

@@ -150,6 +150,18 @@ def test_changed_bits_in_the_config(pair):
     failures(pair, "fingerprint", "config.json: changed", source=False)
 
 
+def test_another_norm_eps_in_the_config(pair):
+    assert read_config(pair[0])["quantmla"]["norm_eps"] == 1e-6
+    rewrite(pair[0] / "config.json", lambda c: c["quantmla"].update(norm_eps=1e-5))
+    failures(pair, "norm_eps: config.json says 1e-05, the loader uses 1e-06", source=False)
+
+
+def test_a_block_that_names_other_clip_ratios(pair):
+    for digest in (None, "0" * 64):
+        rewrite(pair[0] / "config.json", lambda c: c["quantmla"].update(writer_sha256=digest))  # noqa: B023
+        failures(pair, "not the file that config.json names", "fingerprint", source=False)
+
+
 def test_changed_model_setting(pair):
     rewrite(pair[0] / "config.json", lambda c: c.update(rope_interleave=False))
     failures(pair, "config.json: differs from the source")

@@ -4,9 +4,11 @@ import math
 import pytest
 
 from quantmla.checkpoint.reader import CheckpointReader
+from quantmla.evaluate.manifest import checkpoint_sha256
 from tiny_llama import write_llama
 
 RTN = ("--set", "sequences=1", "--set", "heldout_sequences=1", "--set", "sequence_tokens=32")
+RTN += ("--set", "protect=none")
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +46,18 @@ def test_calibrate_learns_and_fuses(calibrated, quantmla):
     assert json.loads(found)["quantmla"] == block
 
 
+def test_scores_say_which_recipe_and_reference(calibrated, quantmla, model_folder, text):
+    said, out = calibrated
+    size = ("--window", "200", "--tokens", "200")
+    options = ("--reference", model_folder, "--text", text, *size, "--json", "-q")
+    code, stdout, _ = quantmla("eval", out, *options)
+    result = json.loads(stdout)
+    assert code == 0
+    assert result["manifest"]["recipes"] == {"model": said["recipe_sha256"]}
+    digests = {row["reference_sha256"] for row in result["rows"]}
+    assert digests == {checkpoint_sha256(model_folder)} != {checkpoint_sha256(out)}
+
+
 def test_a_used_folder_is_refused_before_the_work(calibrated, quantmla, model_folder, text):
     _, out = calibrated
     code, _, err = quantmla("calibrate", model_folder, "--out", out, "--text", text, *RTN)
@@ -55,7 +69,7 @@ def test_a_fused_source_is_refused(calibrated, quantmla, text, tmp_path):
     _, out = calibrated
     code, _, err = quantmla("calibrate", out, "--out", tmp_path / "x", "--text", text, *RTN)
     assert code == 1
-    assert "already calibrated" in err
+    assert "already fused" in err
 
 
 @pytest.mark.parametrize(
@@ -86,6 +100,35 @@ def test_dry_run_estimates_and_writes_nothing(quantmla, model_folder, text, tmp_
     assert list(tmp_path.iterdir()) == []
 
 
+def test_dry_run_says_that_the_text_is_too_short(quantmla, model_folder, text, tmp_path):
+    options = ("--out", tmp_path / "x", "--text", text, *RTN, "--set", "sequences=1000")
+    code, stdout, err = quantmla("calibrate", model_folder, *options, "--dry-run")
+    assert (code, stdout) == (1, "")
+    assert f"the text is too short\n  where: {text}" in err
+
+
+def test_a_slice_that_is_too_short_is_named(quantmla, model_folder, tmp_path):
+    long = ("--set", "sequences=9000", "--set", "sequence_tokens=512")
+    options = ("--out", tmp_path / "x", "--text", "haystack", *RTN, *long)
+    code, _, err = quantmla("calibrate", model_folder, *options)
+    assert code == 1
+    assert "where: haystack\n" in err
+
+
+@pytest.mark.parametrize("verb", ["calibrate", "eval", "demo"])
+def test_a_device_that_is_not_there_is_one_error(quantmla, model_folder, text, tmp_path, verb):
+    options = {
+        "calibrate": (model_folder, "--text", text),
+        "eval": (model_folder, "--text", text, "--scheme", "c4r4"),
+        "demo": ("--model", model_folder),
+    }[verb]
+    out = ("--out", tmp_path / "out", "--device", "cuda:99")
+    code, stdout, err = quantmla(verb, *options, *out)
+    assert (code, stdout) == (1, "")
+    assert err.startswith("error: this device cannot be used\n  where: --device cuda:99")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_verify_passes_and_fails(calibrated, quantmla, model_folder):
     _, out = calibrated
     code, stdout, _ = quantmla("verify", out, "--source", model_folder, "--json")
@@ -113,7 +156,7 @@ def test_a_folder_without_block_cannot_be_verified(quantmla, model_folder):
 
 
 def test_convert_makes_an_mla_checkpoint(quantmla, text, tmp_path, monkeypatch):
-    monkeypatch.setattr("quantmla.cli.conversion.WINDOW_TOKENS", 32)
+    monkeypatch.setattr("quantmla.convert.run.WINDOW_TOKENS", 32)
     source, out = write_llama(tmp_path / "llama"), tmp_path / "mla"
     options = ("--out", out, "--text", text, "--kv-lora-rank", "32")
     code, planned, err = quantmla("convert", source, *options, "--json", "--dry-run")

@@ -28,10 +28,43 @@ def test_it_says_what_a_token_costs_and_what_would_change(quantmla, model_folder
     assert found["quantmla"] is None
 
 
+def test_it_compares_formats_and_both_forms_of_prefill(quantmla, tmp_path, config):
+    sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "num_attention_heads": 16}
+    sizes |= {"qk_nope_head_dim": 128, "v_head_dim": 128}
+    _, found, _ = inspect(
+        quantmla, tmp_path, config | sizes, "--scheme", "c4r4", "--scheme", "c2r4"
+    )
+    assert [row["record_bytes"] for row in found["schemes"]] == [320, 192]
+    ratios = {n: round(ratio, 2) for n, ratio in found["schemes"][0]["study_ratio"].items()}
+    assert ratios == {"4096": 3.22, "131072": 3.59}
+    assert {"format": "nvfp4", "bytes_per_token": 324, "ratio": 1152 / 324} in found[
+        "other_formats"
+    ]
+    last = found["prefill"]["lengths"][-1]
+    assert last["tokens"] == 131072
+    assert last["attention_ratio"] == pytest.approx(1088 / 320)
+    assert found["prefill"]["break_even_tokens"] == pytest.approx(512 * 256 / 768)
+
+
+def test_absorbing_that_never_costs_more_is_valid_json(quantmla, model_folder):
+    _, out, _ = quantmla("inspect", model_folder, "--json")  # latent 32, heads of 12 + 20
+    assert json.loads(out)["prefill"]["break_even_tokens"] == pytest.approx(32 * 32 / 32)
+    config = json.loads((model_folder / "config.json").read_text()) | {"v_head_dim": 64}
+    path = model_folder.parent / "wide.json"
+    path.write_text(json.dumps(config))
+    _, out, _ = quantmla("inspect", path, "--json")
+    assert json.loads(out)["prefill"]["break_even_tokens"] is None
+    _, out, _ = quantmla("inspect", path)
+    assert "never costs more" in out
+
+
 def test_readers_get_a_table(quantmla, model_folder):
     _, out, _ = quantmla("inspect", model_folder)
     assert "multi-head latent attention" in out
     assert "c2r4" in out
+    for title in ("As the study counts", "Other formats", "Attention of a prefill"):
+        assert title in out
+    assert "from chunks of 32 tokens on" in out
     _, from_file, _ = quantmla("inspect", model_folder / "config.json")
     assert from_file.splitlines()[1:] == out.splitlines()[1:]
 

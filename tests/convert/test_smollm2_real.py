@@ -6,11 +6,10 @@ import pytest
 import torch
 import transformers
 
-from quantmla.calibrate.data import load_windows
 from quantmla.convert.checkpoint import CALIBRATION_WINDOWS, WINDOW_TOKENS, convert_checkpoint
 from quantmla.convert.smollm2 import fetch_smollm2
 from quantmla.convert.source import load_source
-from quantmla.evaluate.data import open_text, text_file
+from quantmla.text import cut_windows, open_text
 
 pytestmark = pytest.mark.slow
 
@@ -28,9 +27,11 @@ def source():
 @pytest.fixture(scope="module")
 def converted(source, tmp_path_factory):
     out = tmp_path_factory.mktemp("smollm2") / "mla"
-    with text_file("wikitext2-valid") as text:
-        data = load_windows(text, source.tokenizer, CALIBRATION_WINDOWS, 0, WINDOW_TOKENS)
-    report = convert_checkpoint(source, data.windows, out, provenance=data.provenance())
+    tokens = CALIBRATION_WINDOWS * WINDOW_TOKENS
+    windows = cut_windows(
+        source.tokenizer, open_text("wikitext2-valid"), window_tokens=WINDOW_TOKENS, tokens=tokens
+    )
+    report = convert_checkpoint(source, windows.ids, out, provenance=windows.provenance())
     return out, report
 
 

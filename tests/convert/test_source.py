@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from quantmla.convert.source import check_source, find_gguf, load_source
 from quantmla.errors import CheckpointError, UnsupportedModelError
@@ -73,15 +74,27 @@ def test_missing_packages_name_the_extra(tmp_path, monkeypatch, missing):
         load_source(tmp_path)
 
 
-@pytest.mark.parametrize("damage", ["truncate", "remove", "pickle"])
-def test_damaged_folder_is_one_clear_error(tmp_path, damage):
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        ("truncate", "file is damaged"),
+        ("remove", "no index and no single weight file"),
+        ("pickle", "no index and no single weight file"),
+        ("drop", r"are missing(.|\n)*no model\.layers\.1\.self_attn\.v_proj\.weight"),
+    ],
+)
+def test_damaged_folder_is_one_clear_error(tmp_path, damage, message):
     write_llama(tmp_path)
     weights = tmp_path / "model.safetensors"
     if damage == "truncate":
-        weights.write_bytes(weights.read_bytes()[:1000])
+        weights.write_bytes(weights.read_bytes()[:-1000])
+    elif damage == "drop":
+        tensors = load_file(weights)
+        del tensors["model.layers.1.self_attn.v_proj.weight"]
+        save_file(tensors, weights, metadata={"format": "pt"})
     else:
         weights.unlink()
     if damage == "pickle":  # never read, whatever it holds
         (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04.")
-    with pytest.raises(CheckpointError, match="cannot be loaded"):
+    with pytest.raises(CheckpointError, match=message):
         load_source(tmp_path)

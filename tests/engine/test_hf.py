@@ -164,6 +164,27 @@ def test_clips_and_schemes_may_differ_by_layer(model):
         assert not torch.equal(store.pages, other.store.pages)
     with pytest.raises(CacheError, match="do not fit the model"):
         QuantMLACache.from_scheme(schemes[:1], model.config)
+    with pytest.raises(CacheError, match="do not fit the model"):
+        QuantMLACache.from_scheme(schemes, model.config, clips=[(0.5, None)])
+
+
+def test_clips_are_one_pair_or_a_pair_a_layer(model):
+    half = torch.tensor([0.5])
+    cases = [
+        ((0.5, None), [(0.5, None)] * 2),
+        ([half, 0.9], [(half, 0.9)] * 2),
+        (((0.5, None), (None, 0.9)), [(0.5, None), (None, 0.9)]),
+        ([[half, 0.7], [half, 0.8]], [(half, 0.7), (half, 0.8)]),
+    ]
+    for clips, expected in cases:
+        stores = [layer.store for layer in scheme_cache(model, clips=clips).layers]
+        assert [(store.content_clip, store.rope_clip) for store in stores] == expected
+    for clips in (0.5, half, [0.5], (), (0.5, 0.5, 0.5), [(0.5, 0.5), 0.5], [(0.5,), (0.5,)]):
+        with pytest.raises(CacheError, match="clip ratios cannot be given"):
+            scheme_cache(model, clips=clips)
+    for clips in ((1.5, None), (None, 0), [(0.5, None), (torch.ones(2), None)]):
+        with pytest.raises(CacheError, match="clip ratio cannot be used"):
+            scheme_cache(model, clips=clips)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,8 @@
 
 import pytest
 
-from quantmla.evaluate.data import open_text
+from quantmla.loading import load_tokenizer
+from quantmla.text import open_text
 from tiny_text import write_text, write_tiny_with_tokenizer
 
 
@@ -18,6 +19,4 @@ def text(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def tokenizer(model_folder):
-    from quantmla.evaluate.model import load_tokenizer
-
     return load_tokenizer(model_folder)

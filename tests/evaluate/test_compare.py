@@ -14,7 +14,12 @@ ROW = {
     "bos": False,
     "dtype": "float32",
     "prefill": "strict",
+    "chunk_tokens": 512,
+    "reference_sha256": "f" * 64,
+    "sink_tokens": 4,
+    "window_tokens": 128,
 }
+BF16 = ROW | {"method": "bf16", "scheme": "bf16", "sink_tokens": None, "window_tokens": None}
 
 
 @pytest.mark.parametrize(
@@ -26,13 +31,16 @@ ROW = {
         {"bos": True},
         {"dtype": "bfloat16"},
         {"prefill": "fast"},
+        {"reference_sha256": "d" * 64},
+        {"sink_tokens": 0},
+        {"window_tokens": 0},
     ],
 )
 def test_rows_measured_otherwise_are_marked_or_refused(change):
-    rows = [ROW, ROW | {"method": "quantmla"}, ROW | change]
+    rows = [BF16, ROW, ROW | {"method": "quantmla"}, ROW | change]
     marked = mark_comparable(rows)
-    assert [bool(row["differs"]) for row in marked] == [False, False, True]
-    assert next(iter(change)) in marked[2]["differs"][0]
+    assert [bool(row["differs"]) for row in marked] == [False, False, False, True]
+    assert next(iter(change)) in marked[3]["differs"][0]
     with pytest.raises(EvaluationError, match="not measured alike"):
         mark_comparable(rows, strict=True)
 
@@ -41,6 +49,13 @@ def test_windows_and_tasks_are_compared_among_themselves():
     task = {"method": "rtn", "scheme": "c4r4", "task": "piqa", "items": 60, "shots": 5}
     rows = [ROW, ROW | {"window": 512, "tokens_sha256": "e" * 64}, task, task | {"shots": 0}]
     assert [row["differs"] for row in mark_comparable(rows)] == [[], [], [], ["shots: 0 | 5"]]
+
+
+def test_chunks_matter_in_fast_mode_only():
+    other = {"chunk_tokens": 64}
+    assert mark_comparable([ROW, ROW | other])[1]["differs"] == []
+    fast = ROW | {"prefill": "fast"}
+    assert mark_comparable([fast, fast | other])[1]["differs"] == ["chunk_tokens: 64 | 512"]
 
 
 def test_expanded_rows_have_no_prefill_mode_and_stay_comparable():

@@ -91,5 +91,12 @@ def test_unusable_requests_are_refused(model, model_folder):
 def test_padding_and_fast_mode_do_not_go_together(model, model_folder, requests):
     with pytest.raises(EvaluationError, match="chunk borders"):
         answer(model, model_folder, requests, prefill="fast", batch=2)
-    _, counters = answer(model, model_folder, requests, prefill="fast", chunk_tokens=64)
+    for chunk in (64, 3):  # continuations of up to 9 tokens are cut again inside the cache
+        _, counters = answer(model, model_folder, requests, prefill="fast", chunk_tokens=chunk)
+        assert counters["packed_rows_read"] == counters["packed_rows_expected"] > 0
+
+
+def test_a_long_continuation_in_fast_mode_counts_as_it_is_cut(model, model_folder):
+    request = Request(list(range(90)), [token % 96 for token in range(200)])
+    _, counters = answer(model, model_folder, [request], prefill="fast", chunk_tokens=50)
     assert counters["packed_rows_read"] == counters["packed_rows_expected"] > 0

@@ -1,14 +1,16 @@
+import json
 import math
+import shutil
 
 import pytest
 import torch
 
-from quantmla.config import KVScheme
+from quantmla.config import KVScheme, LayerBits
 from quantmla.errors import EvaluationError, GateError, SchemeError
 from quantmla.evaluate.fidelity import measure_fidelity, score
-from quantmla.evaluate.model import Settings, Subject, loaded
+from quantmla.evaluate.model import Settings, Subject, effective_block, loaded
 from quantmla.evaluate.row import require_valid
-from quantmla.evaluate.windows import cut_windows
+from quantmla.text import cut_windows
 from tiny_text import write_tiny_with_tokenizer
 
 C4R4 = KVScheme.parse("c4r4")
@@ -136,10 +138,26 @@ def test_every_row_says_how_it_was_measured(model_folder, tokenizer, text, tmp_p
     reference, row = measure(model_folder, tokenizer, text, [subject], tmp_path)
     assert (reference["attention"], row["attention"]) == ("absorbed BF16", "absorbed quantised")
     assert (row["scheme"], row["dtype"], row["prefill"]) == ("c4r4", "float32", "strict")
+    assert (row["sink_tokens"], row["window_tokens"], row["group"]) == (4, 128, 64)
+    assert (row["zero"], row["clip"], reference["clip"]) == ("zp8", False, None)
     assert row["window"] == 200
     assert row["text_sha256"] == text.sha256
     # 32 + 16 channels: 24 B of codes, 2 groups with 3 B each, and no padding at 64 * 30 = 15 * 128
     assert (reference["bytes_per_token"], row["bytes_per_token"]) == (96, 30)
+
+
+def test_layers_of_different_bits_count_as_they_are(model_folder, tokenizer, text, tmp_path):
+    folder = tmp_path / "mixed"
+    shutil.copytree(model_folder, folder)
+    config = json.loads((folder / "config.json").read_text())
+    block = effective_block(Subject("rtn", model_folder, scheme=C4R4))
+    bits = LayerBits(content_bits=16, rope_bits=16)
+    config["quantmla"] = block.model_copy(update={"per_layer": {"0": bits}}).to_config()
+    (folder / "config.json").write_text(json.dumps(config))
+    _, row = measure(folder, tokenizer, text, [Subject("rtn", folder)], tmp_path)
+    assert (row["scheme"], row["packed_layers"], row["cache_layers"]) == ("mixed", 1, 2)
+    assert row["valid"], row["invalid_reason"]
+    assert row["packed_rows_read"] == 2 * sum(max(0, i + 1 - 132) for i in range(200))
 
 
 def test_folder_without_block_needs_a_scheme(model_folder, tokenizer, text, tmp_path):

@@ -6,7 +6,7 @@ import transformers
 
 import quantmla
 from quantmla.evaluate import manifest
-from quantmla.evaluate.manifest import build_manifest, model_hashes
+from quantmla.evaluate.manifest import build_manifest, checkpoint_sha256, model_hashes
 
 
 def test_manifest_says_what_is_needed_to_repeat(model_folder):
@@ -31,7 +31,8 @@ def test_manifest_says_what_is_needed_to_repeat(model_folder):
 def test_model_hash_sees_one_changed_byte(model_folder, tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(model_folder, copy)
-    before = model_hashes(copy)
+    before, digest = model_hashes(copy), checkpoint_sha256(copy)
+    assert digest == checkpoint_sha256(model_folder)
     assert before["weights_sha256"] == model_hashes(model_folder)["weights_sha256"]
     shard = copy / "model.safetensors"
     data = bytearray(shard.read_bytes())
@@ -39,6 +40,7 @@ def test_model_hash_sees_one_changed_byte(model_folder, tmp_path):
     shard.write_bytes(data)
     after = model_hashes(copy)
     assert after["weights_sha256"] != before["weights_sha256"]
+    assert checkpoint_sha256(copy) != digest
     assert after["config_sha256"] == before["config_sha256"]
 
 

@@ -2,9 +2,9 @@ import re
 
 import pytest
 
-from quantmla.errors import EvaluationError
-from quantmla.evaluate.data import Text, open_text
+from quantmla.errors import TextError
 from quantmla.evaluate.needle import build_needle_task
+from quantmla.text import Text, open_text
 
 
 def build(tokenizer, **kwargs):
@@ -34,7 +34,7 @@ def test_same_seed_same_needles(tokenizer):
 
 
 def test_lengths_without_room_are_refused(tokenizer):
-    with pytest.raises(EvaluationError, match="does not fit the haystack"):
+    with pytest.raises(TextError, match="does not fit the haystack"):
         build(tokenizer, context_tokens=60)
-    with pytest.raises(EvaluationError, match="does not fit the haystack"):
+    with pytest.raises(TextError, match="does not fit the haystack"):
         build_needle_task(tokenizer, Text("h", "short", "0"), context_tokens=300, items=1)

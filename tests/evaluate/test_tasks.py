@@ -1,7 +1,7 @@
 import pytest
 
 from quantmla.config import KVScheme
-from quantmla.errors import EvaluationError
+from quantmla.errors import TextError
 from quantmla.evaluate.continuation import Answer
 from quantmla.evaluate.data import ITEM_SLICES, Items, open_items
 from quantmla.evaluate.model import Settings, Subject, loaded
@@ -64,12 +64,12 @@ def test_shots_are_solved_items_that_are_not_scored(tokenizer):
     ],
 )
 def test_items_that_do_not_fit_are_named(tokenizer, broken):
-    with pytest.raises(EvaluationError, match="t, item c"):
+    with pytest.raises(TextError, match="t, item c"):
         build_task(tokenizer, Items("t", [CHOICE | broken], "0"))
 
 
 def test_no_items_left_is_refused(tokenizer):
-    with pytest.raises(EvaluationError, match="no items left"):
+    with pytest.raises(TextError, match="no items left"):
         build_task(tokenizer, Items("t", [CHOICE], "0"), shots=1)
 
 

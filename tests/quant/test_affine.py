@@ -42,7 +42,7 @@ def reference_group(x, bits, zero, clip=None):
         return codes, scale, point, [f32(scale * f32(k - point)) for k in codes]
     constant = high == low
     if clip is not None:
-        shrink = f32(f32(high - low) * f32((1 - clip) * 0.5))
+        shrink = f32(f32(high - low) * f32(f32(1 - f32(clip)) * f32(0.5)))
         low, high = f32(low + shrink), f32(high - shrink)
     low = to_bf16(low)
     if constant:

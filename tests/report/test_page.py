@@ -42,7 +42,14 @@ def results():
         quantised("quantmla", "c2r4", 31.5, 0.03, 112),
     ]
     layers = [
-        {"method": m, "scheme": s, "layer": i, "content_error": 0.1 / (i + 1), "rope_error": 0.2}
+        {
+            "method": m,
+            "scheme": s,
+            "layer": i,
+            "heldout_windows": 2,
+            "content_error": 0.1 / (i + 1),
+            "rope_error": 0.2,
+        }
         for m, s in (("rtn", "c4r4"), ("quantmla", "c2r4"))
         for i in range(3)
     ]
@@ -77,6 +84,26 @@ def test_page_holds_everything_and_needs_nothing(tmp_path, results):
     assert "&#34;seed&#34;: 7" in text
     # KL, perplexity, bytes, and both paths of two schemes
     assert len(re.findall("<svg", text)) == len(re.findall("</svg>", text)) == 7
+
+
+def test_layer_plots_say_what_was_measured(tmp_path, results):
+    text = write_report(results, tmp_path / "r.html").read_text()
+    assert text.count("relative attention output error") == 4
+    assert "C2R4, only the RoPE path quantised" in text
+    assert "nothing protected, 2 held-out windows" in text
+
+
+def test_a_row_stands_against_its_own_reference(tmp_path, results):
+    results["rows"] = [row | {"reference_sha256": "a"} for row in results["rows"]]
+    results["rows"] += [
+        ROW | {"ppl": 60.0, "reference_sha256": "b"},
+        quantised("rtn", "c3r4", 63.0, 0.1, 150) | {"reference_sha256": "b"},
+        quantised("rtn", "c8r8", 61.0, 0.1, 320) | {"reference_sha256": "c"},
+    ]
+    text = write_report(results, tmp_path / "r.html").read_text()
+    assert "+10.00%" in text  # 33 against 30
+    assert "+5.00%" in text  # 63 against 60
+    assert len(re.findall(r"\+[\d.]+%", text)) == 3  # none for the row without a reference
 
 
 def test_plots_follow_the_colours_of_the_page(tmp_path, results):

@@ -17,7 +17,7 @@ MAP_ENTRY_BYTES = 4  # one int32 a page in the page table, one int32 a BF16 row 
 
 
 @dataclass(frozen=True)
-class PathFormat:
+class StoredPath:
     """How one path is stored: `bits` a channel and `meta_bytes` for every `group` channels."""
 
     bits: int
@@ -37,16 +37,16 @@ class PathFormat:
 class TokenFormat:
     """How one token is stored in one layer: a format for the latent and one for the rotated key."""
 
-    content: PathFormat
-    rope: PathFormat
+    content: StoredPath
+    rope: StoredPath
 
     @classmethod
     def from_scheme(cls, scheme: KVScheme) -> TokenFormat:
         """Return the format of a scheme: a bf16 scale and a u8 or bf16 zero a group."""
         meta_bytes = 3 if scheme.zero == "zp8" else 4
 
-        def path(bits: int) -> PathFormat:
-            return BF16_PATH if bits == 16 else PathFormat(bits, scheme.group, meta_bytes)
+        def path(bits: int) -> StoredPath:
+            return BF16_PATH if bits == 16 else StoredPath(bits, scheme.group, meta_bytes)
 
         return cls(path(scheme.content_bits), path(scheme.rope_bits))
 
@@ -70,16 +70,16 @@ class TokenFormat:
         return -(-self.logical_bytes(kv_lora_rank, qk_rope_head_dim) // align_bytes) * align_bytes
 
 
-BF16_PATH = PathFormat(16)
+BF16_PATH = StoredPath(16)
 
 # Formats of other systems, for comparison rows only; padding of their records is not counted.
 OTHER_FORMATS = {
     "bf16": TokenFormat(BF16_PATH, BF16_PATH),
-    "fp8 flat": TokenFormat(PathFormat(8), PathFormat(8)),
-    "fp8 tile128, rope bf16": TokenFormat(PathFormat(8, 128, 4), BF16_PATH),
-    "nvfp4": TokenFormat(PathFormat(4, 16, 1), PathFormat(4, 16, 1)),
-    "mxfp4": TokenFormat(PathFormat(4, 32, 1), PathFormat(4, 32, 1)),
-    "nvfp4, rope bf16": TokenFormat(PathFormat(4, 16, 1), BF16_PATH),
+    "fp8 flat": TokenFormat(StoredPath(8), StoredPath(8)),
+    "fp8 tile128, rope bf16": TokenFormat(StoredPath(8, 128, 4), BF16_PATH),
+    "nvfp4": TokenFormat(StoredPath(4, 16, 1), StoredPath(4, 16, 1)),
+    "mxfp4": TokenFormat(StoredPath(4, 32, 1), StoredPath(4, 32, 1)),
+    "nvfp4, rope bf16": TokenFormat(StoredPath(4, 16, 1), BF16_PATH),
 }
 
 
@@ -105,15 +105,26 @@ class Resident:
 
 
 def resident(layout: PageLayout, tokens: int, slack_tokens: int = 0) -> Resident:
-    """Count what our planar pages keep: whole pages, BF16 rows and both maps.
+    """Count what one sequence needs in planar pages: whole pages, BF16 rows and both maps.
+
+    Every token is packed, and protected tokens are kept in BF16 as well. At 16 bits on both paths
+    there are no pages and no maps: all rows are BF16.
+
+    This is the need of a paged pool. The Hugging Face cache (LatentLayer) has no maps, takes sinks
+    and ring for all their rows with the first token, and grows pages, or rows at 16 bits, to 1.25
+    times what it had. After one call of at least sink + window + slack tokens it holds exactly
+    packed_bytes + bf16_rows_bytes a sequence.
 
     Args:
         layout: page layout; its scheme gives sink and window.
         tokens: length of the sequence.
         slack_tokens: ring rows beyond the window (speculative decoding).
     Returns: Resident.
-    Source: own; every token is packed, and protected tokens are kept in BF16 as well.
+    Source: own.
     """
+    if layout.scheme.content_bits == layout.scheme.rope_bits == 16:
+        rows_bytes = tokens * BF16_BYTES * (layout.kv_lora_rank + layout.qk_rope_head_dim)
+        return Resident(tokens, 0, rows_bytes, 0, rows_bytes)
     pages = pages_for_tokens(tokens)
     protected_tokens = layout.scheme.sink_tokens + layout.scheme.window_tokens + slack_tokens
     row_bytes = BF16_BYTES * (layout.kv_lora_rank + layout.qk_rope_head_dim)
@@ -149,20 +160,10 @@ def _resident(
     )
 
 
-def mha_elements(num_cache_layers: int, num_heads: int, head_dim: int) -> int:
-    """Return the cached elements a token of MHA; num_heads = kv heads gives GQA, 1 gives MQA."""
-    return 2 * num_cache_layers * num_heads * head_dim
-
-
-def mla_elements(dims: MLADims) -> int:
-    """Return the cached elements a token of a whole MLA model: L (R + P)."""
-    return dims.num_cache_layers * (dims.kv_lora_rank + dims.qk_rope_head_dim)
-
-
 def model_bytes_per_token(dims: MLADims, scheme: KVScheme | None = None) -> int:
     """Return the bytes a token of a whole model: page bytes under a scheme, BF16 without one."""
     if scheme is None:
-        return BF16_BYTES * mla_elements(dims)
+        return dims.num_cache_layers * dims.bf16_bytes_per_token
     layout = PageLayout(dims.kv_lora_rank, dims.qk_rope_head_dim, scheme)
     return dims.num_cache_layers * layout.token_bytes
 
@@ -177,22 +178,39 @@ def scheme_table(
         schemes: rows of the table.
         contexts_tokens: lengths at which the resident ratio is given.
     Returns: rows with scheme, zero, logical_bytes, bytes_per_token (per layer, page padding
-        included), page_bytes, model_bytes_per_token, ratio and resident_ratio by context.
+        included), page_bytes, model_bytes_per_token, ratio and resident_ratio by context, and as
+        the study counts record_bytes and study_ratio by context.
     """
-    rows = []
+    rows, sizes = [], (dims.kv_lora_rank, dims.qk_rope_head_dim)
     for scheme in schemes:
-        layout = PageLayout(dims.kv_lora_rank, dims.qk_rope_head_dim, scheme)
-        form = TokenFormat.from_scheme(scheme)
+        layout, form = PageLayout(*sizes, scheme), TokenFormat.from_scheme(scheme)
         rows.append(
             {
                 "scheme": scheme.name,
                 "zero": scheme.zero,
-                "logical_bytes": form.logical_bytes(dims.kv_lora_rank, dims.qk_rope_head_dim),
+                "logical_bytes": form.logical_bytes(*sizes),
                 "bytes_per_token": layout.token_bytes,
                 "page_bytes": layout.page_bytes,
                 "model_bytes_per_token": model_bytes_per_token(dims, scheme),
                 "ratio": dims.bf16_bytes_per_token / layout.token_bytes,
                 "resident_ratio": {str(n): resident(layout, n).ratio for n in contexts_tokens},
+                "record_bytes": form.record_bytes(*sizes),
+                "study_ratio": {
+                    str(n): study_resident(dims, scheme, n).ratio for n in contexts_tokens
+                },
             }
         )
     return rows
+
+
+def other_formats(dims: MLADims) -> list[dict]:
+    """Return what a token costs in one layer in the formats of other systems, ready for JSON.
+
+    Args: dims: the model.
+    Returns: rows with format, bytes_per_token (logical: padding is not counted) and ratio.
+    """
+    return [
+        {"format": name, "bytes_per_token": size, "ratio": dims.bf16_bytes_per_token / size}
+        for name, form in OTHER_FORMATS.items()
+        for size in (form.logical_bytes(dims.kv_lora_rank, dims.qk_rope_head_dim),)
+    ]

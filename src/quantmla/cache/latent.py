@@ -15,7 +15,7 @@ from torch import Tensor
 from quantmla.cache.layout import PageLayout, pages_for_tokens
 from quantmla.cache.recent import RecentRows, grown
 from quantmla.errors import CacheError
-from quantmla.quant import Quantized, quantize
+from quantmla.quant import Clip, Quantized, group_count, quantize, usable_clip
 
 UNBOUNDED_TOKENS = 1 << 40
 
@@ -57,8 +57,9 @@ class LatentLayer:
         layer_idx: named in errors.
         slack_tokens [tokens]: ring rows beyond the window, so that so many tokens can be cropped.
         row_dtype: type of the BF16 rows; float32 skips the rounding, for exactness tests.
-        content_clip, rope_clip [float or G]: clip ratios of the writer.
+        content_clip, rope_clip [float, 1 or G]: clip ratios of the writer, in (0, 1].
         check_finite: refuse NaN and Inf, or replace and count them; None refuses on the CPU only.
+    Raises: CacheError for clip ratios that cannot be used.
     Source: algorithms.md section 6.1.
     """
 
@@ -69,18 +70,28 @@ class LatentLayer:
         layer_idx: int = 0,
         slack_tokens: int = 0,
         row_dtype: torch.dtype = torch.bfloat16,
-        content_clip: float | Tensor | None = None,
-        rope_clip: float | Tensor | None = None,
+        content_clip: Clip = None,
+        rope_clip: Clip = None,
         check_finite: bool | None = None,
     ):
         scheme = layout.scheme
         self.layout, self.layer_idx, self.row_dtype = layout, layer_idx, row_dtype
-        self.content_clip, self.rope_clip, self.check_finite = content_clip, rope_clip, check_finite
+        self.check_finite = check_finite
+        self.content_clip = self._checked_clip("content", layout.kv_lora_rank, content_clip)
+        self.rope_clip = self._checked_clip("rope", layout.qk_rope_head_dim, rope_clip)
         self.rows_only = scheme.content_bits == scheme.rope_bits == 16
         self.slack_tokens = slack_tokens
         self.packed_rows_read = 0
         self.nonfinite: Tensor | int = 0
         self.reset()
+
+    def _checked_clip(self, path: str, channels: int, clip: Clip) -> Clip:
+        groups = group_count(channels, self.layout.scheme.group)
+        if not usable_clip(clip, groups):
+            got = clip.flatten()[:8].tolist() if isinstance(clip, Tensor) else clip
+            expected = f"a ratio in (0, 1], or a tensor of {groups}"
+            self._refuse(f"the {path} clip ratio cannot be used", expected, got)
+        return clip
 
     def reset(self) -> None:
         """Drop every token and all memory; the counters go on."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
@@ -16,7 +15,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from quantmla.calibrate.record import LayerCapture, Recorder, check_finite
 from quantmla.checkpoint.families import family_of
 from quantmla.checkpoint.reader import CheckpointReader
-from quantmla.errors import CalibrationError, CheckpointError
+from quantmla.errors import CheckpointError
+from quantmla.loading import quiet_loading
 
 Progress = Callable[[str, int, int], None]  # (what, done, total)
 
@@ -82,7 +82,7 @@ def capture_layers(
             module.layer_idx: Recorder(
                 module,
                 prefixes[module.layer_idx],
-                family.norm_eps(config),
+                family.norm_eps,
                 family.latent_scale(config),
                 windows.shape,
                 storage_dtype,
@@ -99,23 +99,6 @@ def capture_layers(
         del model
         while captures:
             yield captures.pop(0)
-
-
-def load_tokenizer(source: str | Path):
-    """Load the tokenizer of a checkpoint folder.
-
-    Raises:
-        CalibrationError: the folder has none that loads.
-    """
-    try:
-        return transformers.AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError) as error:
-        raise CalibrationError(
-            "the checkpoint has no tokenizer that loads, and calibration starts from text",
-            where=source,
-            got=str(error).splitlines()[0],
-            next_step="copy the tokenizer files of the original model into the folder",
-        ) from error
 
 
 def decoder_of(prefix: str) -> int:
@@ -173,7 +156,7 @@ def load_decoder(
         config.vocab_size, config.pad_token_id = 1, None
     where, expected = f"{reader.path}, {own[:-1]}", f"tensors of {model_class.__name__}"
     next_step = "compare config.json with the tensors, or download the checkpoint again"
-    with _quiet_transformers():
+    with quiet_loading():
         try:
             model, info = one_layer_class.from_pretrained(
                 None,
@@ -264,18 +247,3 @@ def _recording_attention(module, query, key, value, attention_mask, scaling=None
 
 transformers.AttentionInterface.register(ATTENTION_NAME, _recording_attention)
 transformers.AttentionMaskInterface.register(ATTENTION_NAME, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
-
-
-@contextlib.contextmanager
-def _quiet_transformers() -> Iterator[None]:
-    """Silence the report of tensors that a one-layer model leaves out; errors still raise."""
-    logging = transformers.logging
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if bars:
-            logging.enable_progress_bar()

@@ -13,7 +13,7 @@ from quantmla.calibrate.capture import capture_layers, decoder_of
 from quantmla.calibrate.joint import JOINT_SEQUENCES, joint_check
 from quantmla.calibrate.methods import METHODS
 from quantmla.calibrate.record import LayerCapture
-from quantmla.calibrate.run import check_recipes, refuse_fused
+from quantmla.calibrate.run import check_recipes
 from quantmla.calibrate.workspace import LayerWorkspace
 from quantmla.checkpoint.families import family_of
 from quantmla.checkpoint.plan import AttentionLayers
@@ -51,7 +51,7 @@ def estimate_run(
     Source: own.
     """
     reader = CheckpointReader(source)
-    refuse_fused(reader)
+    reader.refuse_fused()
     layers = AttentionLayers.of(reader)
     first = check_recipes(recipes)
     windows = first.sequences + first.heldout_sequences

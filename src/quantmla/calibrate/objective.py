@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
+from quantmla.cache.policy import representation
+
 if TYPE_CHECKING:
     from quantmla.calibrate.capture import LayerCapture
 
@@ -37,8 +39,7 @@ class Protection:
 
     def mask(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         """Return True where the pair reads BF16, shape [queries, keys]."""
-        near = query[:, None] - key[None, :] < self.window_tokens
-        return near | (key < self.sink_tokens)[None, :]
+        return representation(query[:, None], key[None, :], self.sink_tokens, self.window_tokens)
 
 
 class LayerAttention:

@@ -9,20 +9,23 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from quantmla.calibrate.capture import Progress, capture_layers, decoder_of, load_tokenizer
+from quantmla.calibrate.capture import Progress, capture_layers, decoder_of
 from quantmla.calibrate.data import load_windows
 from quantmla.calibrate.joint import JOINT_SEQUENCES, joint_check
 from quantmla.calibrate.methods import METHODS
 from quantmla.calibrate.rundir import RunDir, build_manifest
 from quantmla.calibrate.workspace import LayerWorkspace
-from quantmla.checkpoint.families import Family, family_of
+from quantmla.checkpoint.block import new_block
+from quantmla.checkpoint.families import family_of
 from quantmla.checkpoint.fusedir import fuse_checkpoint
 from quantmla.checkpoint.lock import folder_lock
 from quantmla.checkpoint.plan import AttentionLayers
 from quantmla.checkpoint.reader import CheckpointReader
-from quantmla.config import PathFormat, QuantMLABlock, Recipe
-from quantmla.errors import CalibrationError, CheckpointError
+from quantmla.config import Recipe
+from quantmla.errors import CalibrationError
 from quantmla.files import storage_errors
+from quantmla.loading import load_tokenizer
+from quantmla.text import open_text
 from quantmla.transform.layer import LayerTransform
 
 if TYPE_CHECKING:
@@ -62,7 +65,7 @@ class CalibrationRun:
     def fuse(self, recipe: Recipe, out: str | Path, progress: Progress | None = None) -> Path:
         """Write the fused checkpoint of one recipe; see `fuse_checkpoint`."""
         config = CheckpointReader(self.source).config
-        block = block_of(recipe, family_of(config), config)
+        block = new_block(recipe.method, recipe.scheme, family_of(config), config)
         return fuse_checkpoint(self.source, out, self.transforms(recipe), block, recipe, progress)
 
 
@@ -85,7 +88,7 @@ def run_calibration(
 
     Args:
         source: MLA checkpoint folder, not fused.
-        text: UTF-8 text file.
+        text: UTF-8 text file, plain or .gz, or the name of a shipped slice.
         recipes: what to calibrate; they must agree on the windows.
         run_dir: folder for the transforms of each layer; new or empty unless `resume`.
         resume: go on with what an earlier run finished in `run_dir`.
@@ -99,18 +102,19 @@ def run_calibration(
         CalibrationRun.
 
     Raises:
-        CalibrationError: text, recipes or run folder cannot be used, or a layer overflows.
+        TextError: the text cannot be used.
+        CalibrationError: recipes or run folder cannot be used, or a layer overflows.
         CheckpointError: the checkpoint or the disk.
         UnsupportedModelError: a family that is refused.
 
     Source: own; protocol of the QuantMLA study.
     """
     reader = CheckpointReader(source)
-    refuse_fused(reader)
+    reader.refuse_fused()
     layers = AttentionLayers.of(reader)
     first = check_recipes(recipes)
     tokenizer = tokenizer or load_tokenizer(source)
-    data = load_windows(text, tokenizer, *(getattr(first, name) for name in WINDOW_FIELDS))
+    data = load_windows(open_text(text), tokenizer, first)
     settings = {
         "compute_dtype": str(compute_dtype).removeprefix("torch."),
         "storage_dtype": str(storage_dtype).removeprefix("torch."),
@@ -133,7 +137,7 @@ def run_calibration(
         )
         captures = capture_layers(
             source,
-            data.windows,
+            data.windows.ids,
             compute_dtype=compute_dtype,
             storage_dtype=storage_dtype,
             device=device,
@@ -188,38 +192,10 @@ def check_recipes(recipes: list[Recipe]) -> Recipe:
     return recipes[0]
 
 
-def refuse_fused(reader: CheckpointReader) -> None:
-    """Raise CheckpointError when the source was written by quantmla."""
-    if reader.is_fused:
-        raise CheckpointError(
-            "this checkpoint is already calibrated and fused",
-            where=reader.path,
-            expected="an original checkpoint",
-            got="a quantmla block in config.json",
-            next_step="calibrate the checkpoint that it was made from",
-        )
-
-
 def layer_seed(recipe: Recipe, layer: int) -> int:
     """Return the seed of one layer, a function of the recipe's seed and the layer alone."""
     digest = hashlib.sha256(f"{recipe.seed}/{layer}".encode()).digest()
     return int.from_bytes(digest[:6], "big")
-
-
-def block_of(recipe: Recipe, family: Family, config: dict) -> QuantMLABlock:
-    """Return the `quantmla` block that a recipe's checkpoint carries."""
-    scheme = recipe.scheme
-    return QuantMLABlock(
-        method=recipe.method,
-        content=PathFormat(bits=scheme.content_bits, group=scheme.group),
-        rope=PathFormat(bits=scheme.rope_bits, group=scheme.group),
-        zero=scheme.zero,
-        rope_pairing=family.rope_pairing(config),
-        rope_pairing_cache=family.rope_pairing_cache(config),
-        rope_online="hadamard" if recipe.method == "quarot_online" else None,
-        sink_tokens=scheme.sink_tokens,
-        window_tokens=scheme.window_tokens,
-    )
 
 
 def _calibrate_layer(

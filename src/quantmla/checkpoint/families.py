@@ -9,15 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from quantmla.errors import CheckpointError, UnsupportedModelError
+from quantmla.strict import Pairing
 
-Pairing = Literal["interleaved", "half"]
-
-# Every family here builds kv_a_layernorm with the default of its RMSNorm class and does not pass
-# config.rms_norm_eps (GLM-4.7-Flash: 1e-5 in the config, 1e-6 in this norm).
-KV_A_NORM_EPS = 1e-6
 MAX_LAYERS = 4096
 
 
@@ -61,10 +57,6 @@ class AttentionNames:
     def o(self) -> str:
         return f"{self.prefix}.o_proj.weight"
 
-    @property
-    def o_bias(self) -> str | None:
-        return f"{self.prefix}.o_proj.bias" if self.has_bias else None
-
     def fusable(self) -> dict[str, str]:
         """Short key to tensor name of everything that fusing may change (keys of `fuse_layer`)."""
         names = {
@@ -90,6 +82,7 @@ class Family:
         pairing: pairing in the weights where no field chooses it.
         keeps_pairing_in_cache: False where an interleaved key is stored half-split.
         scales_latent: the latent is multiplied by sqrt(hidden/kv_lora_rank) after its norm.
+        norm_eps: epsilon of kv_a_layernorm as transformers builds it.
     Source: models_data.md section 4.
     """
 
@@ -101,6 +94,9 @@ class Family:
     pairing: Pairing = "interleaved"
     keeps_pairing_in_cache: bool = False
     scales_latent: bool = False
+    # So far every family builds this norm with the default of its RMSNorm class and does not pass
+    # config.rms_norm_eps (GLM-4.7-Flash: 1e-5 in the config, 1e-6 in this norm).
+    norm_eps: float = 1e-6
 
     def field(self, config, name: str):
         """Value of a config field, with the family's default where config.json leaves it out.
@@ -193,10 +189,6 @@ class Family:
         if not self.scales_latent:
             return 1.0
         return (self.size(config, "hidden_size") / self.size(config, "kv_lora_rank")) ** 0.5
-
-    def norm_eps(self, config) -> float:
-        """Epsilon of kv_a_layernorm as transformers builds it; not config.rms_norm_eps."""
-        return KV_A_NORM_EPS
 
     def v_head_dim(self, config) -> int:
         """Value size of a head; minicpm3 leaves it out and means hidden_size / heads."""

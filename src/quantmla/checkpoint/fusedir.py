@@ -21,13 +21,13 @@ from quantmla.checkpoint.writer import (
     copy_side_files,
     link_shard,
     patch_shard,
-    remove_folder,
+    staged_folder,
     write_config,
     write_index,
 )
 from quantmla.config import QuantMLABlock, Recipe, canonical_sha256
 from quantmla.errors import CheckpointError
-from quantmla.files import atomic_write, fsync_folder, sha256_file, storage_errors
+from quantmla.files import atomic_write, sha256_file, storage_errors
 from quantmla.transform.layer import LayerTransform
 
 PROGRESS_NAME = ".progress.json"
@@ -52,7 +52,7 @@ def fuse_checkpoint(
         source: original checkpoint.
         out: result; must not exist, or be an empty folder.
         transforms: one a cache layer.
-        block: bits and format; `clip` and `fingerprint` are filled in here.
+        block: bits and format; clip, writer_sha256, norm_eps and fingerprint are filled in here.
         recipe: what made the transforms, echoed into the manifest.
         progress: called with (shard, shards done, shards in all).
 
@@ -74,17 +74,10 @@ def fuse_checkpoint(
     bytes_per_token(plan.layers.dims, block)  # refuse schemes that do not pack, before any work
     with folder_lock(out), storage_errors(out):
         refuse_out(source, out)
-        temporary = _temporary_folder(out, plan, block, recipe)
-        try:
+        with staged_folder(out, _job_key(plan, block, recipe)) as temporary:
             records = _write_shards(plan, temporary, progress)
             _finish(plan, temporary, block, recipe, records, out.name)
             (temporary / PROGRESS_NAME).unlink()
-            fsync_folder(temporary)
-            temporary.replace(out)
-            fsync_folder(out.parent)
-        except Exception:
-            remove_folder(temporary)
-            raise
     return out
 
 
@@ -110,13 +103,11 @@ def refuse_out(source: Path, out: Path) -> None:
         )
 
 
-def _temporary_folder(
-    out: Path, plan: FusePlan, block: QuantMLABlock, recipe: Recipe | None
-) -> Path:
-    """Return the work folder of exactly this job; those of other jobs for `out` are removed."""
+def _job_key(plan: FusePlan, block: QuantMLABlock, recipe: Recipe | None) -> str:
+    """Digest of everything that decides the result: only the same job may go on with its shards."""
     reader = plan.layers.reader
     stats = {shard: (reader.path / shard).stat() for shard in reader.shards}
-    key = canonical_sha256(
+    return canonical_sha256(
         {
             "config": reader.config,
             "shards": {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()},
@@ -124,15 +115,7 @@ def _temporary_folder(
             "block": block.to_config(),
             "recipe": recipe.sha256() if recipe else None,
         }
-    )
-    temporary = out.with_name(f".{out.name}.tmp-{key[:16]}")
-    for other in out.parent.glob(f".{out.name}.tmp-*"):
-        if other != temporary:  # a dead job, since we hold the lock
-            remove_folder(other)
-    temporary.mkdir(exist_ok=True)
-    for half_written in temporary.glob(".*.tmp"):
-        half_written.unlink()
-    return temporary
+    )[:16]
 
 
 def _write_shards(plan: FusePlan, temporary: Path, progress: Progress | None) -> dict[str, dict]:
@@ -207,8 +190,15 @@ def _finish(
         write_index(temporary, reader)
     tensors = {n: entry for record in records.values() for n, entry in record["tensors"].items()}
     attention = {n: tensors[n]["sha256"] for n in plan.layers.tensor_names()}
-    block = block.model_copy(update={"clip": bool(clips)})
-    mark = fingerprint(block, attention, writer_hashes(temporary))
+    writer = writer_hashes(temporary)
+    block = block.model_copy(
+        update={
+            "clip": bool(clips),
+            "writer_sha256": canonical_sha256(writer) if clips else None,
+            "norm_eps": dims.norm_eps,
+        }
+    )
+    mark = fingerprint(block, attention, writer)
     block = block.model_copy(update={"fingerprint": mark})
     write_config(temporary, reader.config, block.to_config())
     base = Path(str(reader.config.get("_name_or_path") or reader.path.name)).name

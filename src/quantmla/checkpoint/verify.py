@@ -8,7 +8,7 @@ from pathlib import Path
 from quantmla.checkpoint.manifest import fingerprint, read_manifest, writer_hashes
 from quantmla.checkpoint.plan import AttentionLayers
 from quantmla.checkpoint.reader import CheckpointReader
-from quantmla.config import QuantMLABlock
+from quantmla.config import QuantMLABlock, canonical_sha256
 from quantmla.files import sha256_file
 from quantmla.transform.fuse import check_identity
 
@@ -76,6 +76,10 @@ def verify(path: str | Path, source: str | Path | None = None, seed: int = 0) ->
             f"fingerprint: the files give {report.fingerprint}, config.json says"
             f" {block.fingerprint}, the manifest says {manifest.get('fingerprint')}"
         )
+    if block.norm_eps != layers.dims.norm_eps:
+        report.failures.append(
+            f"norm_eps: config.json says {block.norm_eps}, the loader uses {layers.dims.norm_eps}"
+        )
     _check_files(reader, manifest, report)
     _check_clips(reader.path, block, layers, report)
     if source is not None:
@@ -115,10 +119,12 @@ def _check_clips(
 ) -> None:
     count = layers.dims.num_cache_layers if block.clip else 0
     wanted = {f"layers.{i}.{n}_clip" for i in range(count) for n in ("content", "rope")}
-    found = set(writer_hashes(folder))
-    if wanted != found:
-        missing, extra = sorted(wanted - found), sorted(found - wanted)
+    hashes = writer_hashes(folder)
+    if wanted != set(hashes):
+        missing, extra = sorted(wanted - set(hashes)), sorted(set(hashes) - wanted)
         report.failures.append(f"quantmla.safetensors: missing {missing}, unexpected {extra}")
+    if block.writer_sha256 != (canonical_sha256(hashes) if block.clip else None):
+        report.failures.append("quantmla.safetensors: not the file that config.json names")
 
 
 def _compare_with_source(

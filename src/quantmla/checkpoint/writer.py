@@ -1,19 +1,19 @@
-"""Write checkpoint files: rewritten or linked shards, copied side files, index, clip ratios."""
+"""Write checkpoint files: staged folders, rewritten or linked shards, side files, clip ratios."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quantmla.checkpoint.header import TensorInfo
 from quantmla.checkpoint.reader import CONFIG_NAME, INDEX_NAME, WRITER_NAME, CheckpointReader
-from quantmla.files import CHUNK_BYTES, atomic_write
+from quantmla.files import CHUNK_BYTES, atomic_write, fsync_folder
 
 if TYPE_CHECKING:
     import torch
@@ -138,11 +138,13 @@ def clip_tensors(
     """
     import torch
 
+    from quantmla.quant import group_count
+
     if all(t.content_clip is None and t.rope_clip is None for t in transforms):
         return {}
     groups = {
-        "content_clip": math.ceil(dims.kv_lora_rank / group),
-        "rope_clip": math.ceil(dims.qk_rope_head_dim / group),
+        "content_clip": group_count(dims.kv_lora_rank, group),
+        "rope_clip": group_count(dims.qk_rope_head_dim, group),
     }
     tensors = {}
     for layer, transform in enumerate(transforms):
@@ -151,6 +153,39 @@ def clip_tensors(
             clip = torch.ones(count) if clip is None else clip.detach().cpu().float().contiguous()
             tensors[f"layers.{layer}.{name}"] = clip
     return tensors
+
+
+@contextmanager
+def staged_folder(out: Path, key: str | None = None) -> Iterator[Path]:
+    """Work in a hidden folder beside `out` that takes its name when the block ends.
+
+    The caller holds the lock of `out`, so other hidden folders of it belong to dead runs and are
+    removed. An exception removes the folder.
+
+    Args:
+        out: result; absent, or an empty folder.
+        key: names exactly this job; a kill or Ctrl-C then leaves the folder, and the next run with
+            the same key gets it back. None never keeps anything.
+
+    Source: own.
+    """
+    prefix = f".{out.name}.tmp-"
+    temporary = out.with_name(prefix + (key or "new"))
+    for other in out.parent.iterdir():
+        if other.name.startswith(prefix) and (key is None or other != temporary):
+            remove_folder(other)
+    temporary.mkdir(exist_ok=True)
+    for half_written in temporary.glob(".*.tmp"):
+        half_written.unlink()
+    try:
+        yield temporary
+        fsync_folder(temporary)
+        temporary.replace(out)
+        fsync_folder(out.parent)
+    except BaseException as error:
+        if key is None or isinstance(error, Exception):
+            remove_folder(temporary)
+        raise
 
 
 def remove_folder(path: Path) -> None:

@@ -57,24 +57,27 @@ def calibrate(
     The result is an ordinary Hugging Face folder. After a kill, the same command with --resume goes
     on with the layer that was in work and gives the same bytes.
     """
+    from quantmla.calibrate.data import load_windows
     from quantmla.calibrate.estimate import estimate_run
     from quantmla.calibrate.run import run_calibration
     from quantmla.checkpoint.fusedir import refuse_out
     from quantmla.cli.progress import progress
     from quantmla.cli.recipes import build_recipe
-    from quantmla.evaluate.data import open_text, text_file
+    from quantmla.loading import check_device, load_tokenizer
+    from quantmla.text import open_text
 
+    check_device(device)
     built = build_recipe(recipe, settings or [], scheme=scheme, method=method, seed=seed)
     run_dir = run_dir or out.with_name(f"{out.name}.run")
     if dry_run:
-        open_text(text)
+        load_windows(open_text(text), load_tokenizer(model), built)  # is the text long enough
         emit(estimate_run(model, [built], device=device), as_json, print_fields)
         return
     refuse_out(model, out)  # now, not after the calibration
-    with resumable(), text_file(text) as path:
+    with resumable():
         with progress("calibrate") as tell:
             run = run_calibration(
-                model, path, [built], run_dir, resume=resume, progress=tell, device=device
+                model, text, [built], run_dir, resume=resume, progress=tell, device=device
             )
         say("fusing")
         run.fuse(built, out)

@@ -16,7 +16,6 @@ from quantmla.cli.common import (
     Verbose,
     emit,
     print_fields,
-    table,
 )
 
 Folder = Annotated[Path, typer.Argument(help="Checkpoint folder.")]
@@ -31,48 +30,10 @@ def inspect(
     verbose: Verbose = False,
 ) -> None:
     """Is it MLA, what does a cached token cost now and by scheme, what would fusing change."""
-    from quantmla.cli.inspection import inspect_checkpoint
+    from quantmla.cli.inspection import inspect_checkpoint, print_inspection
 
     result = inspect_checkpoint(model, scheme)
-    emit(result, as_json, _print_inspection)
-
-
-def _print_inspection(result: dict) -> None:
-    if not result["mla"]:
-        print(f"{result['path']}: not usable. {result['reason']}")
-        return
-    dims = result["dims"]
-    print(f"{result['path']}: {result['model_type']}, multi-head latent attention")
-    print(
-        f"latent {dims['kv_lora_rank']} + rope {dims['qk_rope_head_dim']} channels, "
-        f"{dims['num_heads']} heads, {dims['num_cache_layers']} cache layers, "
-        f"query rank {dims['q_lora_rank'] or 'full'}, "
-        f"rope pairs {result['rope_pairing']} in the weights, "
-        f"{result['rope_pairing_cache']} in the cache"
-    )
-    now = result["bytes_per_token"]
-    print(
-        f"BF16 latent: {now['layer']:,} bytes a token and layer, {now['model']:,} in the model; "
-        f"expanded keys and values would take {now['expanded_layer']:,} a layer"
-    )
-    columns = ["scheme", "bytes/token/layer", "bytes/token", "BF16 / packed", "resident 4K", "128K"]
-    rows = [
-        [
-            row["scheme"],
-            row["bytes_per_token"],
-            row["model_bytes_per_token"],
-            row["ratio"],
-            row["resident_ratio"]["4096"],
-            row["resident_ratio"]["131072"],
-        ]
-        for row in result["schemes"]
-    ]
-    table("Packed cache by scheme", columns, rows)
-    for path, names in result["changes"].items():
-        print(f"the {path} path changes, in every layer: {', '.join(names)}")
-    if result["quantmla"]:
-        block = result["quantmla"]
-        print(f"already fused: {block['method']}, fingerprint {block['fingerprint']}")
+    emit(result, as_json, print_inspection)
 
 
 def convert(
@@ -90,8 +51,8 @@ def convert(
     quiet: Quiet = False,
 ) -> None:
     """Turn a grouped-query checkpoint, as SmolLM2, into a native MLA one, without training."""
-    from quantmla.cli.conversion import convert_model, plan_conversion
     from quantmla.cli.progress import progress
+    from quantmla.convert.run import convert_model, plan_conversion
 
     if dry_run:
         emit(plan_conversion(model, out, kv_lora_rank), as_json, print_fields)

@@ -6,8 +6,9 @@ import platform
 from importlib.util import find_spec
 
 import quantmla
-from quantmla.evaluate.data import ITEM_SLICES, TEXT_SLICES
+from quantmla.evaluate.data import ITEM_SLICES
 from quantmla.evaluate.manifest import git_revision, package_version
+from quantmla.text import TEXT_SLICES
 
 BASE = ("torch", "transformers", "safetensors", "huggingface-hub", "typer", "pydantic", "rich")
 OPTIONAL = {

@@ -24,7 +24,10 @@ def evaluate(
     model: Annotated[Path, typer.Argument(help="Checkpoint folder under test.")],
     reference: Annotated[
         Path | None,
-        typer.Option("--reference", help="Original checkpoint; its BF16 rows are the reference."),
+        typer.Option(
+            "--reference",
+            help="Checkpoint whose BF16 rows are the reference; the model itself by default.",
+        ),
     ] = None,
     scheme: Annotated[
         str | None, typer.Option("--scheme", help="Scheme instead of the folder's own, as c4r4.")
@@ -65,7 +68,8 @@ def evaluate(
     ] = None,
     device: Annotated[str | None, typer.Option("--device", help="Torch device.")] = None,
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="Folder for results.json and scratch.")
+        Path | None,
+        typer.Option("--out", "-o", help="Folder for results.json (never overwritten), scratch."),
     ] = None,
     seed: Seed = 0,
     dry_run: DryRun = False,
@@ -102,6 +106,8 @@ def evaluate(
         haystack=haystack,
         seed=seed,
     )
+    if reference is None:
+        say("no --reference: the BF16 rows of the model under test itself are the reference")
     if dry_run:
         emit(estimate(plan), as_json, print_fields)
         return
@@ -161,9 +167,9 @@ def report(
     results: Annotated[
         list[Path], typer.Argument(help="results.json files, or folders that hold one.")
     ],
-    out: Annotated[Path, typer.Option("--out", "-o", help="HTML file to write.")] = Path(
-        "report.html"
-    ),
+    out: Annotated[
+        Path, typer.Option("--out", "-o", help="HTML file to write; must be new.")
+    ] = Path("report.html"),
     title: Annotated[str, typer.Option("--title")] = "quantmla report",
     strict: Annotated[
         bool, typer.Option("--strict", help="Refuse rows that were not measured alike.")
@@ -173,13 +179,17 @@ def report(
 ) -> None:
     """Put results beside each other in one self-contained HTML page.
 
-    Rows whose text, tokenizer, window or dtype differ are marked.
+    Rows whose text, tokenizer, reference, window, policy, mode or dtype differ are marked.
     """
+    from quantmla.checkpoint.lock import folder_lock
     from quantmla.cli.merging import merge_results
+    from quantmla.evaluate.run import refuse_existing
     from quantmla.report import write_report
 
-    merged = merge_results(results, strict=strict)
-    write_report(merged, out, title=title)
+    with folder_lock(out):
+        refuse_existing(out)
+        merged = merge_results(results, strict=strict)
+        write_report(merged, out, title=title)
     marked = [row for row in [*merged["rows"], *merged["tasks"]] if row["differs"]]
     summary = {
         "report": str(out),

@@ -32,6 +32,7 @@ def merge_results(paths: list[Path], *, strict: bool = False) -> dict:
                 where=str(file),
                 expected=f"{RESULTS_NAME} of `quantmla eval` or `quantmla demo`",
                 got=f"fields {', '.join(results)}",
+                next_step="name the folder that --out of these commands wrote",
             )
         for part in ("rows", "tasks", "layers", "notes"):
             merged[part] += results.get(part) or []

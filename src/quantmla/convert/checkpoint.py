@@ -14,11 +14,12 @@ import quantmla
 from quantmla.checkpoint.families import AttentionNames
 from quantmla.checkpoint.fusedir import refuse_out
 from quantmla.checkpoint.lock import folder_lock
-from quantmla.checkpoint.writer import remove_folder
+from quantmla.checkpoint.reader import CONFIG_NAME, INDEX_NAME
+from quantmla.checkpoint.writer import staged_folder
 from quantmla.convert.gqa import SINK_WEIGHT, GQAWeights, convert_layer
 from quantmla.convert.source import SourceModel
 from quantmla.errors import CalibrationError
-from quantmla.files import atomic_write, fsync_folder, storage_errors
+from quantmla.files import atomic_write, storage_errors
 
 KV_LORA_RANK = 256
 # Windows of the calibration text; short ones give the refit more first tokens to learn from.
@@ -213,31 +214,20 @@ def _write_folder(
     out: Path, source: SourceModel, config: Any, attention: dict[str, Tensor], report: dict
 ) -> None:
     """Write the whole folder beside `out` and rename it; any failure or Ctrl-C removes it."""
-    temporary = out.with_name(f".{out.name}.tmp-convert")
-    remove_folder(temporary)  # of a dead run, since we hold the lock
-    temporary.mkdir()
-    try:
-        others = {
-            name: tensor.to(DTYPE)
-            for name, tensor in source.model.state_dict().items()
-            if ".self_attn." not in name and not _is_tied(name, config)
-        }
+    others = {
+        name: tensor.to(DTYPE)
+        for name, tensor in source.model.state_dict().items()
+        if ".self_attn." not in name and not _is_tied(name, config)
+    }
+    # transformers 4 reads the base only from here, and would silently take 10,000.
+    values = config.to_diff_dict() | {"rope_theta": config.rope_parameters["rope_theta"]}
+    generation = {"bos_token_id": config.bos_token_id, "eos_token_id": config.eos_token_id}
+    with staged_folder(out) as temporary:
         _write_shards(temporary, [*_split(attention), *_split(others)])
         source.tokenizer.save_pretrained(temporary)
-        # transformers 4 reads the base only from here, and would silently take 10,000.
-        values = config.to_diff_dict() | {"rope_theta": config.rope_parameters["rope_theta"]}
-        _write_json(temporary / "config.json", values)
-        _write_json(
-            temporary / "generation_config.json",
-            {"bos_token_id": config.bos_token_id, "eos_token_id": config.eos_token_id},
-        )
+        _write_json(temporary / CONFIG_NAME, values)
+        _write_json(temporary / "generation_config.json", generation)
         _write_json(temporary / REPORT_NAME, report)
-        fsync_folder(temporary)
-        temporary.replace(out)
-        fsync_folder(out.parent)
-    except BaseException:
-        remove_folder(temporary)
-        raise
 
 
 def _is_tied(name: str, config: Any) -> bool:
@@ -267,7 +257,7 @@ def _write_shards(folder: Path, shards: list[dict[str, Tensor]]) -> None:
         weight_map |= dict.fromkeys(tensors, file)
     total_bytes = sum(tensor.nbytes for tensors in shards for tensor in tensors.values())
     index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
-    _write_json(folder / "model.safetensors.index.json", index)
+    _write_json(folder / INDEX_NAME, index)
 
 
 def _write_json(path: Path, value: dict) -> None:

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from quantmla.checkpoint.header import read_json
+from quantmla.checkpoint.reader import CONFIG_NAME, CheckpointReader
 from quantmla.errors import CheckpointError, UnsupportedModelError
-
-CONFIG_NAME = "config.json"
+from quantmla.loading import load_model, load_tokenizer, quiet_loading
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,8 @@ def load_source(path: str | Path) -> SourceModel:
         SourceModel.
 
     Raises:
-        CheckpointError: nothing there, a damaged file, or a GGUF without the packages to read it.
+        CheckpointError: nothing there, a damaged file, missing tensors, or a GGUF without the
+            packages to read it.
         UnsupportedModelError: not a model that `check_source` accepts.
 
     Source: own.
@@ -49,26 +50,16 @@ def load_source(path: str | Path) -> SourceModel:
     gguf = find_gguf(path)
     if gguf is None:
         check_source(read_json(path / CONFIG_NAME))
+        CheckpointReader(path)  # truncated, missing and stray shards, by name
         folder, options = path, {"use_safetensors": True}
     else:
         require_gguf_packages(gguf)
         folder, options = gguf.parent, {"gguf_file": gguf.name}
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
-    try:
-        gguf_file = {"gguf_file": gguf.name} if gguf else {}
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, **gguf_file)
-        model = AutoModelForCausalLM.from_pretrained(
-            folder, local_files_only=True, dtype=torch.float32, **options
-        )
-    except Exception as error:  # each reader (GGUF, safetensors, tokenizers) has its own types
-        raise CheckpointError(
-            "the source model cannot be loaded",
-            where=gguf or path,
-            expected="a complete Llama-style model with its tokenizer",
-            got=f"{type(error).__name__}: {error}",
-            next_step="check the files, or download them again",
-        ) from error
+    with quiet_loading():
+        tokenizer = load_tokenizer(folder, **({"gguf_file": gguf.name} if gguf else {}))
+    model = load_model(AutoModelForCausalLM, folder, dtype=torch.float32, **options)
     check_source(model.config.to_dict())
     return SourceModel(model.eval(), tokenizer, gguf or path)
 

@@ -25,8 +25,8 @@ from quantmla.engine.attention import (
     require_empty_slot,
     use_packed_attention,
 )
-from quantmla.engine.clips import Clips, load_clips
-from quantmla.errors import CacheError
+from quantmla.engine.clips import Clips, check_block, load_clips
+from quantmla.errors import CacheError, CheckpointError
 
 __all__ = ["PackedLayer", "QuantMLACache", "use_packed_attention"]
 
@@ -138,22 +138,28 @@ class QuantMLACache(Cache):
 
         Args:
             config: `model.config`, or the folder of the checkpoint.
-            folder: where quantmla.safetensors lies; by default the folder that config came from.
+            folder: the checkpoint, with quantmla.safetensors and quantmla_manifest.json; by default
+                the folder that config came from.
             settings: prefill, chunk_tokens, slack_tokens, row_dtype, check_finite of from_scheme.
         Returns: QuantMLACache.
-        Raises: SchemeError without a `quantmla` block; CheckpointError if clip ratios are missing.
+        Raises: SchemeError without a `quantmla` block; CheckpointError if the block is not that of
+            the model and its folder, or clip ratios are missing or not those of the block.
         Source: own.
         """
         if isinstance(config, str | Path):
-            folder = folder or config
-            config = read_json(Path(config) / CONFIG_NAME)
+            folder = config if folder is None else folder
+            config = read_json(_folder(config) / CONFIG_NAME)
+        loaded_from = getattr(config, "_name_or_path", "")  # a dict does not say
+        if folder is None and loaded_from and Path(loaded_from).is_dir():
+            folder = loaded_from
+        folder = None if folder is None else _folder(folder)
         block = QuantMLABlock.from_config(config)
         dims = MLADims.from_config(config)
         schemes = [block.scheme(layer) for layer in range(dims.num_cache_layers)]
         clips = None
+        check_block(block, config, folder)
         if block.clip:
-            folder = folder or getattr(config, "_name_or_path", "")
-            clips = load_clips(folder, _layouts(dims, schemes))
+            clips = load_clips(folder or _folder(loaded_from), _layouts(dims, schemes), block)
         return cls.from_scheme(
             schemes, config, clips=clips, rope_online=block.rope_online, **settings
         )
@@ -164,7 +170,7 @@ class QuantMLACache(Cache):
         scheme: KVScheme | Sequence[KVScheme],
         model,
         *,
-        clips: Sequence[Clips] | Clips | None = None,
+        clips: Clips | Sequence[Clips] | None = None,
         rope_online: Literal["hadamard"] | None = None,
         prefill: Literal["strict", "fast"] = "strict",
         chunk_tokens: int | None = None,
@@ -177,8 +183,8 @@ class QuantMLACache(Cache):
         Args:
             scheme: one KVScheme, or one for each cache layer; c16r16 is the BF16 reference.
             model: MLADims, or a model config.
-            clips: (content, rope) clip ratios, floats or tensors [G]; one pair for all layers, or
-                one for each.
+            clips: (content, rope) clip ratios, each a float, a tensor [G] or None; one pair for all
+                layers, or a sequence with a pair for each.
             rope_online: "hadamard" multiplies keys and queries by a Hadamard matrix after RoPE.
             prefill: "strict" (quality, independent of chunking) or "fast" (speed).
             chunk_tokens [tokens]: length of a chunk in fast mode; None makes each call one chunk.
@@ -196,10 +202,11 @@ class QuantMLACache(Cache):
         dims = model if is_dims else MLADims.from_config(model)
         count = dims.num_cache_layers
         schemes = [scheme] * count if isinstance(scheme, KVScheme) else list(scheme)
-        clips = [clips or (None, None)] * count if not isinstance(clips, list) else clips
+        clips = _pairs(clips, count)
         if not len(schemes) == len(clips) == count or slack_tokens < 0:
             raise CacheError(
                 "the settings do not fit the model",
+                where="from_scheme",
                 expected=f"{count} schemes, {count} pairs of clips, slack_tokens >= 0",
                 got=f"{len(schemes)} schemes, {len(clips)} pairs, slack_tokens={slack_tokens}",
             )
@@ -287,6 +294,36 @@ class QuantMLACache(Cache):
     def prefetch(self, layer_idx: int, only_non_sliding: bool = True) -> None:
         """Move one layer back to the device of its last tokens."""
         self.layers[layer_idx].prefetch()
+
+
+def _folder(name: str | Path) -> Path:
+    """The folder of a checkpoint; never the current one because nothing was named."""
+    if not str(name) or not Path(name).is_dir():
+        raise CheckpointError(
+            "the folder of this checkpoint is not known",
+            where="QuantMLACache.from_config",
+            expected="the folder that holds config.json and quantmla.safetensors",
+            got=repr(str(name)),
+            next_step="pass it as folder=; hub names are not looked up",
+        )
+    return Path(name)
+
+
+def _pairs(clips: Clips | Sequence[Clips] | None, count: int) -> list[Clips]:
+    """One pair of clip ratios for each of `count` layers; what is no pair is refused."""
+    if clips is None:
+        return [(None, None)] * count
+    kinds, pairs = (tuple, list), clips
+    if isinstance(clips, kinds) and not any(isinstance(part, kinds) for part in clips):
+        pairs = [clips] * count
+    if not isinstance(pairs, kinds) or not all(isinstance(p, kinds) and len(p) == 2 for p in pairs):
+        raise CacheError(
+            "these clip ratios cannot be given to the layers",
+            where="from_scheme: clips",
+            expected="a pair (content, rope), or a list of such pairs",
+            got=repr(clips)[:200],
+        )
+    return list(pairs)
 
 
 def _layouts(dims: MLADims, schemes: Sequence[KVScheme]) -> list[PageLayout]:

@@ -8,21 +8,25 @@ from quantmla.errors import EvaluationError
 
 # a row differs from another one in what was measured if any of these differ; the method and its
 # scheme may
-MUST_MATCH = (
-    "text_sha256",
-    "tokens_sha256",
+HOW_MEASURED = (
     "tokenizer_sha256",
-    "window",
-    "tokens",
-    "bos",
+    "reference_sha256",
     "dtype",
     "prefill",
+    "chunk_tokens",
+    "sink_tokens",
+    "window_tokens",
 )
-TASK_MUST_MATCH = ("items_sha256", "tokenizer_sha256", "items", "shots", "dtype", "prefill")
+MUST_MATCH = ("text_sha256", "tokens_sha256", "window", "tokens", "bos", *HOW_MEASURED)
+TASK_MUST_MATCH = ("items_sha256", "items", "shots", *HOW_MEASURED)
+# BF16 rows have no protection, and stock attention has no mode: they stand beside rows of any
+NONE_FITS_ALL = ("prefill", "sink_tokens", "window_tokens")
 
 
 def mark_comparable(rows: list[dict], *, strict: bool = False) -> list[dict]:
     """Add `differs` to each row: where it was measured otherwise than the first row of its kind.
+
+    A field is compared with that of the first row that has it: BF16 rows have no sink or window.
 
     Args:
         rows: fidelity rows (with `window`) or task rows (with `task`); each window and each task is
@@ -35,28 +39,31 @@ def mark_comparable(rows: list[dict], *, strict: bool = False) -> list[dict]:
     first: dict[tuple, dict] = {}
     marked = []
     for row in rows:
-        base = first.setdefault((row.get("task"), row.get("window")), row)
-        fields = TASK_MUST_MATCH if row.get("task") else MUST_MATCH
-        differs = [
-            f"{field}: {_short(row.get(field))} | {_short(base.get(field))}"
-            for field in fields
-            if row.get(field) != base.get(field)
-            and not (field == "prefill" and _expanded(row, base))
-        ]
+        differs = []
+        for field in TASK_MUST_MATCH if row.get("task") else MUST_MATCH:
+            if not _applies(field, row):
+                continue
+            base = first.setdefault((row.get("task"), row.get("window"), field), row)
+            if row.get(field) != base.get(field):
+                differs.append(f"{field}: {_short(row.get(field))} | {_short(base.get(field))}")
+                against = base
         if differs and strict:
+            names = [f"{one['method']} {one['scheme']}" for one in (row, against)]
             raise EvaluationError(
                 "rows were not measured alike",
-                where=f"{row['method']} {row['scheme']} against {base['method']} {base['scheme']}",
+                where=" against ".join(names),
+                expected="the same text, reference, policy and numbers",
                 got="; ".join(differs),
-                next_step="score both with the same text, tokenizer, window and dtype",
+                next_step="score both with the same options, or leave --strict out",
             )
         marked.append({**row, "differs": differs})
     return marked
 
 
-def _expanded(row: dict, base: dict) -> bool:
-    """The stock attention has no prefill mode; it stands beside rows of any."""
-    return None in (row["prefill"], base["prefill"])
+def _applies(field: str, row: dict) -> bool:
+    if field == "chunk_tokens":  # strict results do not depend on it
+        return row.get("prefill") == "fast"
+    return field not in NONE_FITS_ALL or row.get(field) is not None
 
 
 def _short(value) -> str:
@@ -74,8 +81,10 @@ def paired(first: list[bool], second: list[bool]) -> dict:
     if len(first) != len(second):
         raise EvaluationError(
             "paired comparison needs the same items",
+            where="lists of correct answers",
             expected=f"{len(first)} items",
             got=f"{len(second)} items",
+            next_step="score both methods on the same task file, with the same --limit and --shots",
         )
     only_first = sum(a and not b for a, b in zip(first, second, strict=True))
     only_second = sum(b and not a for a, b in zip(first, second, strict=True))

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from quantmla.errors import EvaluationError
 from quantmla.evaluate.model import Settings, Subject, new_cache
-from quantmla.evaluate.row import describe, expected_pairs
+from quantmla.evaluate.row import NOT_FINITE_NEXT, describe, expected_pairs
 
 
 @dataclass(frozen=True)
@@ -68,12 +68,7 @@ def answer_requests(
     """
     _check(model, requests, settings)
     row = describe(subject, settings)
-    pairs = [
-        expected_pairs(
-            row, r.fed_tokens, _borders(r.fed_tokens, len(r.continuation), settings)[:-1]
-        )
-        for r in requests
-    ]
+    pairs = [expected_pairs(row, r.fed_tokens, _chunk_starts(r, settings)) for r in requests]
     order = sorted(range(len(requests)), key=lambda i: -requests[i].fed_tokens)
     answers: list[Answer | None] = [None] * len(requests)
     rows_read = 0
@@ -86,7 +81,7 @@ def answer_requests(
         if cache is not None:
             rows_read += cache.packed_rows_read
         progress(first + len(part), len(order))
-    expected = row["cache_layers"] * sum(pairs)
+    expected = row["packed_layers"] * sum(pairs)
     return answers, {"packed_rows_read": rows_read, "packed_rows_expected": expected}
 
 
@@ -94,14 +89,20 @@ def _check(model, requests: list[Request], settings: Settings) -> None:
     if settings.prefill == "fast" and settings.batch > 1:
         raise EvaluationError(
             "padding would move the chunk borders of fast mode",
+            where="--prefill, --batch",
             expected="--batch 1, or --prefill strict",
             got=f"--prefill fast with --batch {settings.batch}",
+            next_step="change one of them",
         )
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     for index, request in enumerate(requests):
         if not request.context or not request.continuation:
             raise EvaluationError(
-                "a context or continuation has no tokens", where=f"request {index}"
+                "a context or continuation has no tokens",
+                where=f"request {index}",
+                expected="at least one token in each",
+                got=f"{len(request.context)} and {len(request.continuation)} tokens",
+                next_step="correct or remove this item of the task file",
             )
         if limit is not None and request.fed_tokens + 1 > limit:
             raise EvaluationError(
@@ -134,7 +135,11 @@ def _score_batch(
         own = logprobs[row, tail - len(targets) :]
         if not bool(torch.isfinite(own).all()):
             raise EvaluationError(
-                "the logits are not finite", where=f"a sequence of {request.fed_tokens} tokens"
+                "the logits are not finite",
+                where=f"a sequence of {request.fed_tokens} tokens",
+                expected="finite numbers",
+                got="NaN or Inf",
+                next_step=NOT_FINITE_NEXT,
             )
         chosen = own.gather(1, targets[:, None])
         results.append((chosen.double().sum().item(), bool((own.argmax(-1) == targets).all())))
@@ -159,6 +164,19 @@ def _last_logits(model, ids, mask, tail: int, cache, settings: Settings) -> torc
     return output.logits
 
 
+def _chunk_starts(request: Request, settings: Settings) -> list[int]:
+    """Chunk borders of fast mode: the cache cuts the tokens of one call every chunk_tokens again.
+
+    The last call is longer than that where the continuation is.
+    """
+    borders = _borders(request.fed_tokens, len(request.continuation), settings)
+    return [
+        position
+        for start, end in pairwise(borders)
+        for position in range(start, end, settings.chunk_tokens)
+    ]
+
+
 def _borders(width: int, tail: int, settings: Settings) -> list[int]:
-    """Chunk borders; the last chunk holds the tokens whose logits are needed, and only those."""
+    """Borders of the calls; the last one holds just the tokens whose logits are needed."""
     return [*range(0, width - tail, settings.chunk_tokens), width - tail, width]

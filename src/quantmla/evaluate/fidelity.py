@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from quantmla.errors import EvaluationError
 from quantmla.evaluate.model import Settings, Subject, loaded, new_cache
 from quantmla.evaluate.reference import ReferenceFile
-from quantmla.evaluate.row import describe, expected_pairs, validity
-from quantmla.evaluate.windows import Windows
+from quantmla.evaluate.row import NOT_FINITE_NEXT, describe, expected_pairs, validity
+from quantmla.text import Windows
 
 
 def measure_fidelity(
@@ -87,6 +87,9 @@ def score(
                 raise EvaluationError(
                     "the logits are not finite",
                     where=f"{subject.method}, window {first}, from token {start}",
+                    expected="finite numbers",
+                    got="NaN or Inf",
+                    next_step=NOT_FINITE_NEXT,
                 )
             if write_to is not None:
                 write_to.write(first, start, logprobs)
@@ -113,7 +116,7 @@ def score(
     starts = list(range(0, windows.window_tokens, settings.chunk_tokens))
     pairs = expected_pairs(row, windows.window_tokens, starts)
     row["packed_rows_read"] = packed_rows
-    row["packed_rows_expected"] = pairs * len(windows.ids) * row["cache_layers"]
+    row["packed_rows_expected"] = pairs * len(windows.ids) * row["packed_layers"]
     return row | validity(row)
 
 
@@ -122,8 +125,10 @@ def _check_context(model: torch.nn.Module, windows: Windows) -> None:
     if limit is not None and windows.window_tokens > limit:
         raise EvaluationError(
             "the window is longer than the model's context",
+            where="--window",
             expected=f"at most {limit} tokens",
             got=f"{windows.window_tokens} tokens",
+            next_step="use a smaller --window",
         )
 
 
@@ -149,7 +154,7 @@ def _describe_windows(windows: Windows) -> dict:
     return {
         "window": windows.window_tokens,
         "tokens": windows.tokens,
-        "bos": windows.bos,
+        "bos": windows.bos_token_id is not None,
         "text_sha256": windows.text_sha256,
         "tokens_sha256": windows.tokens_sha256,
     }

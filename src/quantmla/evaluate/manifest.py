@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import quantmla
+from quantmla.config import canonical_sha256
 from quantmla.files import sha256_file
 
 PACKAGES = ("torch", "transformers", "safetensors", "numpy")
@@ -48,13 +49,23 @@ def build_manifest(
         "device": device_name(device),
         "revision": git_revision(),
         "seed": seed,
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": command_line(),
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "models": {label: model_hashes(Path(folder)) for label, folder in models.items()},
         "texts": texts,
         "recipes": recipes or {},
         "tokenizer_sha256": tokenizer_sha256,
     }
+
+
+def command_line() -> str:
+    """Return the command of this process as one would type it again, without folders of programs.
+
+    Source: own.
+    """
+    program = Path(sys.argv[0])
+    name = "quantmla" if program.name == "__main__.py" else program.name
+    return shlex.join([name, *sys.argv[1:]])
 
 
 def package_version(name: str) -> str | None:
@@ -111,6 +122,18 @@ def _git(root: Path, *arguments: str) -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip()
+
+
+def checkpoint_sha256(folder: Path) -> str:
+    """Return one hash that says which checkpoint this is.
+
+    Args: folder [checkpoint folder].
+    Returns: the fingerprint of a fused checkpoint, else a digest of config and weights.
+    Source: own.
+    """
+    hashes = model_hashes(folder)
+    parts = {name: hashes[name] for name in ("config_sha256", "weights_sha256")}
+    return hashes["fingerprint"] or canonical_sha256(parts)
 
 
 def model_hashes(folder: Path) -> dict:

@@ -12,11 +12,14 @@ from pathlib import Path
 
 import torch
 
+from quantmla.checkpoint.block import new_block
 from quantmla.checkpoint.families import family_of
 from quantmla.checkpoint.header import read_json
+from quantmla.checkpoint.reader import CheckpointReader
 from quantmla.config import KVScheme, PathFormat, QuantMLABlock
 from quantmla.engine.hf import QuantMLACache
 from quantmla.errors import EvaluationError, UnsupportedModelError
+from quantmla.loading import check_device, load_model
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 PATH_NAMES = {
@@ -46,13 +49,23 @@ class Settings:
     batch: int = 1
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
-            raise EvaluationError("unknown dtype", expected=", ".join(DTYPES), got=self.dtype)
-        if self.prefill not in ("strict", "fast"):
-            raise EvaluationError("unknown prefill mode", expected="strict, fast", got=self.prefill)
+        for name, known in (("dtype", tuple(DTYPES)), ("prefill", ("strict", "fast"))):
+            value = getattr(self, name)
+            if value not in known:
+                raise EvaluationError(
+                    f"unknown {name}",
+                    where=f"--{name}",
+                    expected=" or ".join(known),
+                    got=value,
+                    next_step="use one of these",
+                )
         if min(self.chunk_tokens, self.batch) < 1:
             raise EvaluationError(
-                "chunk_tokens and batch must be positive", got=f"{self.chunk_tokens}, {self.batch}"
+                "chunk_tokens and batch must be positive",
+                where="--chunk-tokens, --batch",
+                expected="at least 1",
+                got=f"{self.chunk_tokens}, {self.batch}",
+                next_step="use larger numbers",
             )
 
 
@@ -63,10 +76,12 @@ def default_settings(
 
     Args: device, dtype [None for the default]; prefill; chunk_tokens; batch.
     Returns: Settings.
-    Raises: EvaluationError for values that do not exist.
+    Raises: EvaluationError for values that do not exist; QuantMLAError for a device that this
+        machine does not have.
     Source: own.
     """
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    check_device(device)
     dtype = dtype or ("bfloat16" if device.startswith("cuda") else "float32")
     return Settings(dtype, device, prefill, chunk_tokens, batch)
 
@@ -98,39 +113,18 @@ def loaded(folder: Path, settings: Settings) -> Iterator[torch.nn.Module]:
 
     Args: folder [checkpoint folder]; settings.
     Returns: the causal language model in eval mode on settings.device.
-    Raises: EvaluationError or UnsupportedModelError with the loader's reason.
+    Raises: CheckpointError if files or tensors are missing or damaged; UnsupportedModelError for an
+        unknown architecture.
     Source: own.
     """
-    model_class, dtype = _model_class(folder), DTYPES[settings.dtype]
-    try:
-        with quiet_loading():
-            model = model_class.from_pretrained(folder, dtype=dtype, use_safetensors=True)
-    except (OSError, RuntimeError, ValueError) as error:
-        raise EvaluationError(
-            "the checkpoint cannot be loaded", where=str(folder), got=str(error)
-        ) from error
+    CheckpointReader(folder)  # truncated, missing and stray shards, by name
+    dtype = DTYPES[settings.dtype]
+    model = load_model(_model_class(folder), folder, dtype=dtype, use_safetensors=True)
     try:
         yield model.eval().to(settings.device)
     finally:
         del model
         gc.collect()
-
-
-@contextmanager
-def quiet_loading() -> Iterator[None]:
-    """Hide the progress bars of transformers: the caller has its own.
-
-    Source: own.
-    """
-    from transformers.utils import logging
-
-    bars = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if bars:
-            logging.enable_progress_bar()
 
 
 def _model_class(folder: Path):
@@ -145,29 +139,9 @@ def _model_class(folder: Path):
             where=f"{folder}/config.json: architectures",
             expected="a model class of transformers",
             got=names[0],
+            next_step="correct config.json, or install a transformers that has this class",
         )
     return found
-
-
-def load_tokenizer(folder: Path):
-    """Load the tokenizer of a checkpoint folder.
-
-    Args: folder [checkpoint folder].
-    Returns: the transformers tokenizer.
-    Raises: EvaluationError if there is none.
-    Source: own.
-    """
-    import transformers
-
-    try:
-        return transformers.AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError) as error:
-        raise EvaluationError(
-            "the folder has no tokenizer that loads",
-            where=str(folder),
-            got=str(error).splitlines()[0],
-            next_step="copy tokenizer.json and tokenizer_config.json of the original model",
-        ) from error
 
 
 def tokenizer_sha256(tokenizer) -> str:
@@ -199,17 +173,7 @@ def effective_block(subject: Subject) -> QuantMLABlock:
     config = read_json(Path(subject.folder) / "config.json")
     scheme, changes = subject.scheme, {}
     if scheme is not None and "quantmla" not in config:
-        family = family_of(config)
-        block = QuantMLABlock(
-            method="rtn",
-            content=PathFormat(bits=scheme.content_bits, group=scheme.group),
-            rope=PathFormat(bits=scheme.rope_bits, group=scheme.group),
-            zero=scheme.zero,
-            rope_pairing=family.rope_pairing(config),
-            rope_pairing_cache=family.rope_pairing_cache(config),
-            sink_tokens=scheme.sink_tokens,
-            window_tokens=scheme.window_tokens,
-        )
+        block = new_block("rtn", scheme, family_of(config), config)
     else:
         block = QuantMLABlock.from_config(config)
         if scheme is not None:
@@ -218,6 +182,7 @@ def effective_block(subject: Subject) -> QuantMLABlock:
                 "rope": PathFormat(bits=scheme.rope_bits, group=scheme.group),
                 "zero": scheme.zero,
                 "clip": False,
+                "writer_sha256": None,
                 "per_layer": {},
             }
     for name in ("sink_tokens", "window_tokens"):
@@ -237,7 +202,8 @@ def new_cache(subject: Subject, settings: Settings) -> QuantMLACache | None:
     if subject.path == "expanded":
         return None
     config = read_json(Path(subject.folder) / "config.json")
-    options = {"prefill": settings.prefill}
+    # On every device: a replaced NaN would be a score of another model.
+    options = {"prefill": settings.prefill, "check_finite": True}
     if settings.prefill == "fast":
         options["chunk_tokens"] = settings.chunk_tokens
     if subject.path == "absorbed":

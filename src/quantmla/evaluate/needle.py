@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import random
 
-from quantmla.errors import EvaluationError
+from quantmla.errors import TextError
 from quantmla.evaluate.continuation import Request
-from quantmla.evaluate.data import Text
 from quantmla.evaluate.tasks import Task
-from quantmla.evaluate.windows import adds_bos
+from quantmla.text import Text, bos_token, encode
 
 NEEDLE = " The secret number of {key} is {value}."
 QUESTION = "\n\nThe secret number of {key} is"
@@ -46,23 +45,23 @@ def build_needle_task(
         seed: of keys, numbers and places.
     Returns: Task of kind "greedy" named needle_<context_tokens>; nothing is ever cut from needle or
         question.
-    Raises: EvaluationError if the length leaves no room for hay or the haystack is too short.
+    Raises: TextError if the length leaves no room for hay or the haystack is too short.
     Source: the single-needle task of RULER (idea only; own wording and text).
     """
     rng = random.Random(seed)
-    hay = tokenizer(haystack.text, add_special_tokens=False, verbose=False)["input_ids"]
-    bos = [tokenizer.bos_token_id] if adds_bos(tokenizer) else []
+    hay = encode(tokenizer, haystack.text)
+    bos = [token for token in (bos_token(tokenizer),) if token is not None]
     requests = []
     for index in range(items):
         key = "".join(rng.sample(SYLLABLES, 3))
         value = str(rng.randrange(10 ** (VALUE_DIGITS - 1), 10**VALUE_DIGITS))
         needle, question, answer = (
-            tokenizer(text, add_special_tokens=False)["input_ids"]
+            encode(tokenizer, text)
             for text in (NEEDLE.format(key=key, value=value), QUESTION.format(key=key), f" {value}")
         )
         room = context_tokens - len(bos) - len(needle) - len(question) - len(answer)
         if not 0 < room <= len(hay):
-            raise EvaluationError(
+            raise TextError(
                 "the context length does not fit the haystack",
                 where=haystack.name,
                 expected=f"room for 1 to {len(hay)} tokens of hay",

@@ -25,7 +25,7 @@ class ReferenceFile:
     """
 
     def __init__(self, folder: Path, shape: tuple[int, int, int]) -> None:
-        self.shape = shape
+        self.folder, self.shape = folder, shape
         size_bytes = 4 * int(np.prod(shape, dtype=np.int64))
         free_bytes = shutil.disk_usage(folder).free
         if free_bytes < size_bytes + FREE_DISK_MARGIN_BYTES:
@@ -60,7 +60,11 @@ class ReferenceFile:
             self._file.flush()
         except OSError as error:
             raise EvaluationError(
-                "the log-probabilities of the reference model cannot be written", got=str(error)
+                "the log-probabilities of the reference model cannot be written",
+                where=self.folder,
+                expected="room for 4 bytes x tokens x vocabulary",
+                got=error.strerror or error,
+                next_step="score fewer tokens, or put --out on a larger disk",
             ) from error
 
     def read(self, first: int, start: int, shape: tuple[int, int]) -> torch.Tensor:

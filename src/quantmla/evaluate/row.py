@@ -9,12 +9,17 @@ from quantmla.dims import MLADims
 from quantmla.errors import GateError
 from quantmla.evaluate.model import PATH_NAMES, Settings, Subject, effective_block
 
+MIXED = "mixed"  # layers of different bits
+BF16_ROWS = "c16r16"
+NOT_FINITE_NEXT = "check the weights (quantmla verify), or use --dtype float32"
+
 
 def describe(subject: Subject, settings: Settings) -> dict:
     """Say what a row was measured with: scheme, bytes, policy, numbers and mode.
 
     Args: subject; settings.
-    Returns: fields for a result row; bytes_per_token is per layer, the mean where layers differ.
+    Returns: fields for a result row; bytes_per_token is per layer, the mean where layers differ,
+        and the scheme then is "mixed"; packed_layers are those that do not keep BF16 rows only.
     Raises: SchemeError or CheckpointError if the folder does not say.
     Source: own.
     """
@@ -24,6 +29,10 @@ def describe(subject: Subject, settings: Settings) -> dict:
         "scheme": "bf16",
         "bytes_per_token": dims.bf16_bytes_per_token,
         "cache_layers": dims.num_cache_layers,
+        "packed_layers": 0,
+        "group": None,
+        "zero": None,
+        "clip": None,
         "sink_tokens": None,
         "window_tokens": None,
         "dtype": settings.dtype,
@@ -35,9 +44,14 @@ def describe(subject: Subject, settings: Settings) -> dict:
     if subject.path == "quantised":
         block = effective_block(subject)
         sizes = bytes_per_token(dims, block)
+        names = [block.scheme(layer).name for layer in range(dims.num_cache_layers)]
         row |= {
-            "scheme": block.scheme(0).name,
+            "scheme": names[0] if len(set(names)) == 1 else MIXED,
             "bytes_per_token": round(sum(sizes) / len(sizes)),
+            "packed_layers": sum(name != BF16_ROWS for name in names),
+            "group": block.content.group,
+            "zero": block.zero,
+            "clip": block.clip,
             "sink_tokens": block.sink_tokens,
             "window_tokens": block.window_tokens,
         }
@@ -45,13 +59,13 @@ def describe(subject: Subject, settings: Settings) -> dict:
 
 
 def expected_pairs(row: dict, tokens: int, chunk_starts: list[int]) -> int:
-    """Count the packed keys that the queries of one sequence must read in one layer.
+    """Count the packed keys that the queries of one sequence must read in one packed layer.
 
     Args: row [from describe]; tokens [fed to the model]; chunk_starts [borders, used in fast mode].
     Returns: count; 0 where nothing is packed.
     Source: own.
     """
-    if row["sink_tokens"] is None or row["scheme"] == "c16r16":
+    if not row["packed_layers"]:
         return 0
     starts = chunk_starts if row["prefill"] == "fast" else None
     return packed_pairs(0, tokens, row["sink_tokens"], row["window_tokens"], starts)

@@ -9,22 +9,24 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quantmla.checkpoint.header import read_json
+from quantmla.checkpoint.lock import folder_lock
 from quantmla.config import KVScheme
-from quantmla.evaluate.data import open_items, open_text
+from quantmla.errors import EvaluationError
+from quantmla.evaluate.data import open_items
 from quantmla.evaluate.fidelity import measure_fidelity, summary
-from quantmla.evaluate.manifest import build_manifest
+from quantmla.evaluate.manifest import build_manifest, checkpoint_sha256
 from quantmla.evaluate.model import (
     Settings,
     Subject,
     effective_block,
-    load_tokenizer,
     loaded,
     tokenizer_sha256,
 )
 from quantmla.evaluate.needle import build_needle_task
 from quantmla.evaluate.tasks import Task, build_task, run_task
-from quantmla.evaluate.windows import Windows, cut_windows
 from quantmla.files import atomic_write, storage_errors
+from quantmla.loading import load_tokenizer
+from quantmla.text import Windows, cut_windows, open_text
 
 RESULTS_NAME = "results.json"
 
@@ -83,7 +85,7 @@ def prepare(plan: Plan) -> Material:
 
     Args: plan.
     Returns: Material.
-    Raises: EvaluationError if a text is missing, not UTF-8, or too short, or an item does not fit.
+    Raises: TextError if a text is missing, not UTF-8, or too short, or an item does not fit.
     Source: own.
     """
     tokenizer = load_tokenizer(plan.model)
@@ -121,14 +123,48 @@ def run_plan(
 
     Args:
         plan, settings: what and how.
-        out: folder for results.json and for the scratch file; a temporary one if None.
+        out: folder for results.json, which must not be there yet, and for the scratch file; a
+            temporary one if None.
         progress: called with one line at a time.
     Returns: {"rows": fidelity rows, "tasks": task rows, "manifest"}; rows that did not read the
         packed
         cache have valid=False.
-    Raises: EvaluationError, SchemeError or CacheError.
+    Raises: TextError, EvaluationError, SchemeError, CheckpointError or CacheError.
     Source: own.
     """
+    if out is None:
+        with tempfile.TemporaryDirectory(prefix="quantmla-") as temporary:
+            return _measure(plan, settings, Path(temporary), progress)
+    with folder_lock(out):
+        with storage_errors(out):
+            out.mkdir(parents=True, exist_ok=True)
+        refuse_existing(out / RESULTS_NAME)
+        result = _measure(plan, settings, out, progress)
+        with storage_errors(out):
+            atomic_write(out / RESULTS_NAME, json.dumps(result, indent=1) + "\n")
+    return result
+
+
+def refuse_existing(path: Path) -> None:
+    """Keep results that are there: no result file or report is written over.
+
+    Args: path [file to write].
+    Raises: EvaluationError.
+    Source: own.
+    """
+    if path.exists():
+        raise EvaluationError(
+            "this result already exists",
+            where=path,
+            expected="a name that is free",
+            got="a file or folder",
+            next_step="choose another --out, or remove it yourself",
+        )
+
+
+def _measure(
+    plan: Plan, settings: Settings, scratch: Path, progress: Callable[[str], None]
+) -> dict:
     material = prepare(plan)
     reference = Subject("bf16", plan.reference or plan.model, path="absorbed")
     subjects = [
@@ -140,38 +176,32 @@ def run_plan(
             window_tokens=plan.window_tokens,
         )
     ]
-    effective_block(subjects[0])  # refuse a folder without a scheme before any work
+    block = effective_block(subjects[0])  # refuses a folder without a scheme before any work
     if plan.expanded:
         subjects.insert(0, Subject("bf16", reference.folder, path="expanded"))
-    common = {"tokenizer_sha256": material.tokenizer_sha256}
+    common = {
+        "tokenizer_sha256": material.tokenizer_sha256,
+        "reference_sha256": checkpoint_sha256(reference.folder),
+    }
     rows: list[dict] = []
-    with tempfile.TemporaryDirectory(prefix="quantmla-") as temporary:
-        if out is not None:
-            with storage_errors(out):
-                out.mkdir(parents=True, exist_ok=True)
-        for windows in material.windows:
-            progress(f"window {windows.window_tokens}: {windows.tokens} tokens")
-            for row in measure_fidelity(
-                reference, subjects, windows, settings, scratch=out or Path(temporary)
-            ):
-                progress(summary(row))
-                rows.append(row)
+    for windows in material.windows:
+        progress(f"window {windows.window_tokens}: {windows.tokens} tokens")
+        for row in measure_fidelity(reference, subjects, windows, settings, scratch=scratch):
+            progress(summary(row))
+            rows.append(row)
     tasks = run_tasks([reference, *subjects], material.tasks, settings, progress=progress)
-    result = {
+    return {
         "rows": [row | common for row in rows],
         "tasks": [row | common for row in tasks],
         "manifest": build_manifest(
             models={"model": plan.model, "reference": reference.folder},
             texts=material.texts,
+            recipes={"model": block.recipe_sha256} if block.recipe_sha256 else None,
             seed=plan.seed,
             device=settings.device,
             tokenizer_sha256=material.tokenizer_sha256,
         ),
     }
-    if out is not None:
-        with storage_errors(out):
-            atomic_write(out / RESULTS_NAME, json.dumps(result, indent=1) + "\n")
-    return result
 
 
 def run_tasks(
@@ -216,7 +246,7 @@ def estimate(plan: Plan) -> dict:
 
     Args: plan.
     Returns: tokens fed to a model in all, and bytes of scratch disk and of weights.
-    Raises: EvaluationError for unusable texts; SchemeError for a folder without a scheme.
+    Raises: TextError for unusable texts; SchemeError for a folder without a scheme.
     Source: own.
     """
     block = effective_block(Subject("", plan.model, scheme=plan.scheme))

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 import torch
 
-from quantmla.errors import EvaluationError
+from quantmla.errors import TextError
 from quantmla.evaluate.continuation import Answer, Request, answer_requests
 from quantmla.evaluate.data import Items
 from quantmla.evaluate.model import Settings, Subject
 from quantmla.evaluate.row import describe, validity
-from quantmla.evaluate.windows import adds_bos
+from quantmla.text import bos_token, encode
 
 Z95 = 1.959964
 
@@ -57,23 +57,25 @@ def build_task(tokenizer, items: Items, *, limit: int | None = None, shots: int 
             Without them
             most contexts are shorter than sink + window and no packed row is read.
     Returns: Task.
-    Raises: EvaluationError if fields are missing or too few items are left.
+    Raises: TextError if fields are missing or too few items are left.
     Source: schema of the evaluation pack.
     """
     scored = items.items[: len(items.items) - shots][:limit]
     if shots < 0 or not scored:
-        raise EvaluationError(
+        raise TextError(
             "no items left to score",
             where=items.name,
+            expected="more items than shots",
             got=f"{len(items.items)} items, {shots} shots, limit {limit}",
+            next_step="use fewer --shots, or a longer task file",
         )
-    prefix = [tokenizer.bos_token_id] if adds_bos(tokenizer) else []
+    prefix = [token for token in (bos_token(tokenizer),) if token is not None]
     for item in items.items[len(items.items) - shots :]:
         context, continuation = _pairs(item, items.name)[item.get("gold", 0)]
-        prefix += _encode(tokenizer, context + continuation + "\n\n")
+        prefix += encode(tokenizer, context + continuation + "\n\n")
     pairs = [_pairs(item, items.name) for item in scored]
     requests = [
-        [Request(prefix + _encode(tokenizer, c), _encode(tokenizer, t)) for c, t in item]
+        [Request(prefix + encode(tokenizer, c), encode(tokenizer, t)) for c, t in item]
         for item in pairs
     ]
     greedy = "choices" not in scored[0] and "contexts" not in scored[0]
@@ -105,17 +107,14 @@ def _pairs(item: dict, name: str) -> list[tuple[str, str]]:
         if not valid or type(gold) is not int or not 0 <= gold < len(pairs):
             raise KeyError("gold, or an empty text")
     except (KeyError, TypeError) as error:
-        raise EvaluationError(
+        raise TextError(
             "an item does not fit the schema",
             where=f"{name}, item {item.get('id')}",
             expected="context and choices, contexts and continuation, or context and continuation",
             got=f"fields {', '.join(item)}; problem with {error}",
+            next_step="correct the item, or leave it out",
         ) from error
     return pairs
-
-
-def _encode(tokenizer, text: str) -> list[int]:
-    return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
 
 
 def run_task(

@@ -1,9 +1,18 @@
 """Numbers to codes and codes to bytes."""
 
-from quantmla.quant.affine import Quantized, dequantize, fake_quantize, group_count, quantize
+from quantmla.quant.affine import (
+    Clip,
+    Quantized,
+    dequantize,
+    fake_quantize,
+    group_count,
+    quantize,
+    usable_clip,
+)
 from quantmla.quant.pack import pack, packed_bytes, unpack
 
 __all__ = [
+    "Clip",
     "Quantized",
     "dequantize",
     "fake_quantize",
@@ -12,4 +21,5 @@ __all__ = [
     "packed_bytes",
     "quantize",
     "unpack",
+    "usable_clip",
 ]

@@ -151,6 +151,27 @@ def group_count(channels: int, group: int) -> int:
     return -(-channels // group)
 
 
+def usable_clip(clip: Clip, groups: int) -> bool:
+    """Tell whether clip ratios are in (0, 1] and fit the groups of a path.
+
+    `quantize` looks at the shape of a tensor only, since its values may live on a GPU: who keeps
+    clip ratios asks this once.
+
+    Args:
+        clip [float, or tensor of 1 or G ratios]: ratios; None stands for no clipping.
+        groups: G.
+    Returns: True if `quantize` may be given them.
+    Source: own.
+    """
+    if clip is None:
+        return True
+    if not isinstance(clip, Tensor):
+        number = isinstance(clip, int | float) and not isinstance(clip, bool)
+        return number and 0 < clip <= 1
+    fits = clip.is_floating_point() and clip.dim() <= 1 and clip.numel() in (1, groups)
+    return fits and bool(((clip > 0) & (clip <= 1)).all())
+
+
 def _check(x: Tensor, bits: int, group: int, zero: str, clip: Clip) -> None:
     if bits not in CODE_BITS:
         raise SchemeError(
@@ -176,7 +197,7 @@ def _check(x: Tensor, bits: int, group: int, zero: str, clip: Clip) -> None:
                 expected=f"last dimension 1 or {groups}",
                 got=list(clip.shape),
             )
-    elif clip is not None and not 0 < clip <= 1:
+    elif not usable_clip(clip, 1):
         raise SchemeError(
             "clip ratio out of range", where="quantize", expected="0 < clip <= 1", got=clip
         )
@@ -199,7 +220,9 @@ def _group_blocks(x: Tensor, clip: Clip, group: int) -> list[tuple[Tensor, Clip]
     blocks = []
     for values, part in _split_groups(x, group):
         ratio = clip
-        if isinstance(clip, Tensor):
+        if isinstance(clip, float | int):
+            ratio = torch.tensor(clip, dtype=torch.float32)  # so that 1 - clip is fp32 as well
+        elif isinstance(clip, Tensor):
             ratio = (clip if clip.dim() else clip.reshape(1)).float().unsqueeze(-1)
             ratio = ratio if ratio.shape[-2] == 1 else ratio[..., part, :]
         blocks.append((values, ratio))
@@ -256,6 +279,8 @@ def _decode(codes: Tensor, scale: Tensor, low: Tensor, zero: str) -> Tensor:
 
 def _round_scale(extent: Tensor, levels: int, constant: Tensor) -> Tensor:
     """Return the step as a bf16 number: 1 for a constant group, never below the smallest normal."""
+    # a tensor: on a GPU torch multiplies by the rounded reciprocal of a Python number instead
+    levels = torch.full((), levels, dtype=extent.dtype, device=extent.device)
     return _bf16_ste((extent / levels).clamp(min=SCALE_MIN).masked_fill(constant, 1.0))
 
 

@@ -28,13 +28,7 @@ def write_report(results: dict, path: str | Path, *, title: str = "quantmla repo
         refuses.
     Source: own.
     """
-    missing = [name for name in ("matplotlib", "jinja2") if find_spec(name) is None]
-    if missing:
-        raise QuantMLAError(
-            "the report needs packages that are not installed",
-            got=f"missing: {', '.join(missing)}",
-            next_step="pip install 'quantmla[report]'",
-        )
+    require_packages()
     import jinja2
 
     environment = jinja2.Environment(
@@ -49,6 +43,7 @@ def write_report(results: dict, path: str | Path, *, title: str = "quantmla repo
         groups=_by_window(rows),
         quality_plots=_quality_plots(rows),
         layer_plots=_layer_plots(results.get("layers") or []),
+        layer_windows=_layer_windows(results.get("layers") or []),
         bytes_plot=_bytes_plot(rows),
         tasks=[_display_task(row) for row in results.get("tasks") or []],
         notes=results.get("notes") or [],
@@ -59,8 +54,25 @@ def write_report(results: dict, path: str | Path, *, title: str = "quantmla repo
     return Path(path)
 
 
+def require_packages() -> None:
+    """Refuse to begin where no report can be written in the end.
+
+    Raises: QuantMLAError naming what is missing.
+    Source: own.
+    """
+    missing = [name for name in ("matplotlib", "jinja2") if find_spec(name) is None]
+    if missing:
+        raise QuantMLAError(
+            "the report needs packages that are not installed",
+            where="this Python environment",
+            expected="matplotlib and jinja2",
+            got=f"missing: {', '.join(missing)}",
+            next_step="pip install 'quantmla[report]'",
+        )
+
+
 def _display(row: dict, rows: list[dict]) -> dict:
-    """A row with what its neighbours say: the change against BF16 of the same window."""
+    """A row with what its neighbours say: the change against its own BF16 reference."""
     base = _reference(row, rows)
     change = 100 * (row["ppl"] / base["ppl"] - 1) if base and base is not row else None
     ratio = base["bytes_per_token"] / row["bytes_per_token"] if base else None
@@ -68,8 +80,11 @@ def _display(row: dict, rows: list[dict]) -> dict:
 
 
 def _reference(row: dict, rows: Iterable[dict]) -> dict | None:
-    same = (r for r in rows if r["window"] == row["window"] and r["attention"] == "absorbed BF16")
-    return next(same, None)
+    def measured_on(one: dict) -> tuple:
+        return one["window"], one.get("tokens_sha256"), one.get("reference_sha256")
+
+    bf16 = (r for r in rows if r["attention"] == "absorbed BF16")
+    return next((r for r in bf16 if measured_on(r) == measured_on(row)), None)
 
 
 def _by_window(rows: list[dict]) -> list[dict]:
@@ -119,16 +134,22 @@ def _layer_plots(layers: list[dict]) -> list[dict]:
     plots = []
     for scheme in dict.fromkeys(entry["scheme"] for entry in layers):
         pair = []
-        for path, unit in (("content", "attention output error"), ("rope", "score error")):
+        for path, name in (("content", "content"), ("rope", "RoPE")):
             series: dict[str, list[float | None]] = {}
             for entry in sorted(layers, key=lambda entry: entry["layer"]):
                 if entry["scheme"] == scheme:
                     value = entry.get(f"{path}_error")
                     series.setdefault(entry["method"], []).append(value)
-            title = f"{scheme.upper()}, {path} path: held-out error"
-            pair.append(lines(title, unit, series))
+            title = f"{scheme.upper()}, only the {name} path quantised"
+            pair.append(lines(title, "relative attention output error", series))
         plots.append({"scheme": scheme.upper(), "plots": pair})
     return plots
+
+
+def _layer_windows(layers: list[dict]) -> str:
+    """How many held-out windows the errors of the layers come from."""
+    counts = sorted({entry["heldout_windows"] for entry in layers if "heldout_windows" in entry})
+    return " or ".join(map(str, counts)) or "some"
 
 
 def _display_task(row: dict) -> dict:

@@ -27,7 +27,7 @@ def changed_keys(keys: Iterable[str], transform: LayerTransform) -> set[str]:
     if transform.content_rotation is not None:
         changed |= {"kv_a", "kv_a_bias"}
     if not transform.rope_identity:
-        changed |= {"kv_a", "kv_a_bias", "q", "q_bias"}
+        changed |= {"kv_a", "kv_a_bias", "q"}
     return changed & set(keys)
 
 
@@ -45,7 +45,7 @@ def fuse_layer(
 
     Args:
         weights: HF (out x in) tensors `kv_a` [R+P, D], `kv_a_norm` [R], `kv_b` [H(N+V), R],
-            `q` [H(N+P), in], optionally `kv_a_bias` [R+P] and `q_bias` [H(N+P)].
+            `q` [H(N+P), in] and optionally `kv_a_bias` [R+P].
         dims: the model's dimensions.
         pairing: RoPE pairing in the weights (not in the cache).
         transform: what to fold in; an identity path leaves its tensors out of the result.
@@ -95,7 +95,7 @@ def _fuse_rope(
         )
         return moved.mT
 
-    for name in ("kv_a", "kv_a_bias", "q", "q_bias"):
+    for name in ("kv_a", "kv_a_bias", "q"):
         if name not in weights:
             continue
         rows = changed.get(name, weights[name]).double()
@@ -151,7 +151,7 @@ def _pre_logits(
     """Return content scores [H, T, T], RoPE scores [H, T, T] and values [T, H, V] in float64."""
     wide = {name: tensor.double() for name, tensor in weights.items()}
     down = inputs["kv_a"] @ wide["kv_a"].T + wide.get("kv_a_bias", 0.0)
-    query = inputs["q"] @ wide["q"].T + wide.get("q_bias", 0.0)
+    query = inputs["q"] @ wide["q"].T
     latent, k_rope = down.split([dims.kv_lora_rank, dims.qk_rope_head_dim], dim=-1)
     latent = latent * (latent.square().mean(-1, keepdim=True) + eps).rsqrt() * wide["kv_a_norm"]
     expanded = (latent @ wide["kv_b"].T).unflatten(-1, (dims.num_heads, -1))  # [T, H, N+V]

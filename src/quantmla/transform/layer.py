@@ -12,6 +12,7 @@ import torch
 
 from quantmla.errors import CalibrationError
 from quantmla.files import atomic_write
+from quantmla.quant import group_count
 from quantmla.transform.content import check_orthogonal
 
 if TYPE_CHECKING:
@@ -72,8 +73,8 @@ class LayerTransform:
             "content_scale": (rank,),
             "rope_angle": (pairs,),
             "rope_scale": (pairs,),
-            "content_clip": (math.ceil(rank / group),),
-            "rope_clip": (math.ceil(2 * pairs / group),),
+            "content_clip": (group_count(rank, group),),
+            "rope_clip": (group_count(2 * pairs, group),),
         }
         for name, shape in shapes.items():
             tensor = getattr(self, name)

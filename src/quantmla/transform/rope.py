@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 
 from quantmla.errors import SchemeError
-
-Pairing = Literal["interleaved", "half"]
+from quantmla.strict import Pairing
 
 
 def pair_indices(qk_rope_head_dim: int, pairing: Pairing) -> tuple[torch.Tensor, torch.Tensor]:

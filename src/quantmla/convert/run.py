@@ -1,11 +1,10 @@
-"""Convert a model with a calibration text: what `convert` and `demo` have in common."""
+"""Convert a model from its files and a calibration text: all that `quantmla convert` does."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
 
-from quantmla.calibrate.data import load_windows
 from quantmla.checkpoint.fusedir import refuse_out
 from quantmla.convert.checkpoint import (
     CALIBRATION_WINDOWS,
@@ -17,8 +16,7 @@ from quantmla.convert.checkpoint import (
     mla_config,
 )
 from quantmla.convert.source import load_source
-from quantmla.evaluate.data import text_file
-from quantmla.evaluate.model import quiet_loading
+from quantmla.text import cut_windows, open_text
 
 # Tokenised text with <unk>; the raw splits stay for calibration and test.
 CONVERSION_TEXT = "wikitext2-valid"
@@ -33,8 +31,7 @@ def plan_conversion(source: Path, out: Path, kv_lora_rank: int = KV_LORA_RANK) -
     Source: own.
     """
     refuse_out(source.absolute(), out.absolute())
-    with quiet_loading():
-        model = load_source(source).model
+    model = load_source(source).model
     config = mla_config(model.config, kv_lora_rank)
     width, heads, hidden = head_dim(config), config.num_attention_heads, config.hidden_size
     cached = kv_lora_rank + config.qk_rope_head_dim
@@ -70,17 +67,22 @@ def convert_model(
         kv_lora_rank: latent channels of the result.
         progress: called with (what, layers done, layers in all).
     Returns: the report of the conversion.
-    Raises: CheckpointError, UnsupportedModelError, CalibrationError or EvaluationError (the text).
+    Raises: CheckpointError, UnsupportedModelError, CalibrationError or TextError.
     Source: models_data.md 5.1.
     """
     refuse_out(source.absolute(), out.absolute())
-    with text_file(text) as path:
-        with quiet_loading():
-            loaded = load_source(source)
-        windows = load_windows(path, loaded.tokenizer, CALIBRATION_WINDOWS, 0, WINDOW_TOKENS)
+    corpus = open_text(text)
+    loaded = load_source(source)
+    windows = cut_windows(
+        loaded.tokenizer,
+        corpus,
+        window_tokens=WINDOW_TOKENS,
+        tokens=CALIBRATION_WINDOWS * WINDOW_TOKENS,
+        next_step="give a longer --text",
+    )
     return convert_checkpoint(
         loaded,
-        windows.windows,
+        windows.ids,
         out,
         kv_lora_rank=kv_lora_rank,
         provenance=windows.provenance(),
