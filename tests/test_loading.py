@@ -1,5 +1,8 @@
 """Models load complete or not at all; tokenizers and devices that are not there are named."""
 
+import contextlib
+import json
+
 import pytest
 import torch
 import transformers
@@ -72,3 +75,19 @@ def test_devices():
     for device in (absent, "no-such-device"):
         with pytest.raises(QuantMLAError, match=rf"cannot be used(.|\n)*--device {device}"):
             check_device(device)
+
+
+def test_code_in_the_folder_never_runs(tmp_path, monkeypatch):
+    from tiny_text import write_tiny_with_tokenizer
+
+    folder = write_tiny_with_tokenizer(tmp_path / "model", layers=1)
+    ran = tmp_path / "ran"
+    (folder / "evil.py").write_text(f"open({str(ran)!r}, 'w').close()\nclass Evil: pass\n")
+    settings = folder / "tokenizer_config.json"
+    config = json.loads(settings.read_text())
+    config |= {"auto_map": {"AutoTokenizer": ["evil.Evil", None]}, "tokenizer_class": "Evil"}
+    settings.write_text(json.dumps(config))
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    with contextlib.suppress(CheckpointError):
+        load_tokenizer(folder)
+    assert not ran.exists()

@@ -45,8 +45,8 @@ DEMO_RECIPE = {
     "sequence_tokens": 512,
     "protect": "policy",
     "steps": 0,
-    "eval_every": 200,
-    "train": {"curvature_steps": 200, "curvature_windows": 16, "curvature_batch_tokens": 512},
+    "eval_every": 160,
+    "train": {"curvature_steps": 160, "curvature_windows": 16, "curvature_batch_tokens": 512},
 }
 METHODS = ("rtn", "smoothquant", "quarot_offline", "quarot_online", "quantmla")
 SCHEMES = {

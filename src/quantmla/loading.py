@@ -31,6 +31,7 @@ def load_model(model_class: Any, folder: str | Path, **options: Any) -> Any:
             model, found = model_class.from_pretrained(
                 folder,
                 local_files_only=True,
+                trust_remote_code=False,  # None would ask, and run the folder's code on a "y"
                 ignore_mismatched_sizes=True,  # refused below, by name
                 output_loading_info=True,
                 **options,
@@ -102,7 +103,9 @@ def load_tokenizer(folder: str | Path, **options: Any) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True, **options)
+        return AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False, **options
+        )
     except Exception as error:  # tokenizers raises plain Exception for a damaged file
         raise CheckpointError(
             "the checkpoint has no tokenizer that loads",

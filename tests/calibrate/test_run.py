@@ -183,7 +183,7 @@ def test_a_finished_run_resumes_at_once(model, text, tmp_path, monkeypatch):
     ("change", "part"),
     [
         (lambda model, text: write_text(text, characters=4100), "text: text_sha256"),
-        (lambda model, text: write_tiny(model, layers=3, seed=9), "source: attention_sha256"),
+        (lambda model, text: write_tiny(model, layers=3, seed=9), "source: tensors_sha256"),
         (lambda model, text: torch.set_num_threads(2), "settings: threads"),
     ],
     ids=["text", "model", "threads"],
@@ -294,3 +294,17 @@ def test_windows_inside_the_protection_teach_nothing(model, text, tmp_path):
     with pytest.raises(CalibrationError, match="nothing to learn"):
         run(model, text, [learned(protect="policy")], tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_resume_refuses_when_any_weight_changed(model, text, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    folder = tmp_path / "run"
+    run(model, text, [recipe("rtn")], folder)
+    path = model / "model.safetensors"
+    tensors = load_file(path)
+    name = next(name for name in tensors if ".mlp." in name)
+    tensors[name] *= 1.5
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(CalibrationError, match="tensors_sha256"):
+        run(model, text, [recipe("rtn")], folder, resume=True)

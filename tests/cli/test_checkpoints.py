@@ -1,11 +1,15 @@
 import json
 import math
+import shutil
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from quantmla.checkpoint.reader import CheckpointReader
 from quantmla.evaluate.manifest import checkpoint_sha256
 from tiny_llama import write_llama
+from tiny_text import write_tiny_with_tokenizer
 
 RTN = ("--set", "sequences=1", "--set", "heldout_sequences=1", "--set", "sequence_tokens=32")
 RTN += ("--set", "protect=none")
@@ -182,3 +186,48 @@ def test_what_cannot_be_converted_is_one_error(quantmla, model_folder, text, tmp
     assert code == 1
     assert "already is an MLA model" in err
     assert not (tmp_path / "out").exists()
+
+
+def test_a_run_folder_inside_result_or_source_is_refused(quantmla, model_folder, text, tmp_path):
+    out = tmp_path / "fused"
+    for run in (out, out / "run", model_folder / "run"):
+        options = ("--out", out, "--run", run, "--text", text, "--method", "rtn", *RTN)
+        code, _, err = quantmla("calibrate", model_folder, *options)
+        assert code == 1
+        assert "the run folder lies in" in err
+        assert not run.exists()
+
+
+def test_eval_refuses_a_changed_artifact_and_a_foreign_reference(
+    calibrated, quantmla, model_folder, text, tmp_path
+):
+    fused = shutil.copytree(calibrated[1], tmp_path / "fused")
+    options = ("--text", text, "--window", "256", "--tokens", "256")
+    code, _, err = quantmla("eval", fused, "--reference", fused, *options)
+    assert (code, "not the model that the checkpoint was made from" in err) == (1, True)
+    config = json.loads((fused / "config.json").read_text())
+    config["quantmla"]["content"]["bits"] = 2
+    (fused / "config.json").write_text(json.dumps(config))
+    code, _, err = quantmla("eval", fused, "--reference", model_folder, *options)
+    assert code == 1
+    assert "fingerprint" in err
+
+
+def test_eval_names_a_missing_folder_without_looking_elsewhere(quantmla, text):
+    code, _, err = quantmla("eval", "some-org/some-model", "--scheme", "c4r4", "--text", text)
+    assert code == 1
+    assert "some-org/some-model" in err
+    assert "huggingface" not in err
+
+
+def test_eval_refuses_integer_weights(quantmla, text, tmp_path):
+    folder = write_tiny_with_tokenizer(tmp_path / "model")
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    name = "model.layers.0.self_attn.kv_b_proj.weight"
+    tensors[name] = tensors[name].mul(9).to(torch.int8)
+    save_file(tensors, path, metadata={"format": "pt"})
+    options = ("--text", text, "--window", "256", "--tokens", "256")
+    code, _, err = quantmla("eval", folder, "--scheme", "c4r4", *options)
+    assert code == 1
+    assert name in err

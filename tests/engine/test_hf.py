@@ -310,3 +310,28 @@ def test_use_packed_attention_names_what_was_active(model):
 def test_a_model_without_a_block_is_told_what_to_do(model):
     with pytest.raises(SchemeError, match="no quantmla block"):
         QuantMLACache.from_config(model.config)
+
+
+def test_a_cache_of_another_model_is_refused(model):
+    cache = scheme_cache(model)
+    deeper = tiny_model(layers=3)
+    with pytest.raises(CacheError, match="another model"):
+        cache.as_kwargs(deeper)
+    forward(model, cache, tokens(20), [20])
+    twin = tiny_model()
+    with pytest.raises(CacheError, match="tokens of another model"):
+        cache.as_kwargs(twin)
+    cache.as_kwargs(model)
+    cache.reset()
+    cache.as_kwargs(twin)
+
+
+@pytest.mark.parametrize("setting", [{"rope_online": "foo"}, {"row_dtype": "float32"}])
+def test_unknown_settings_are_refused(model, setting):
+    with pytest.raises(CacheError, match="unknown setting"):
+        QuantMLACache.from_scheme("c4r4", model.config, **setting)
+
+
+def test_a_scheme_may_be_given_by_name(model):
+    cache = QuantMLACache.from_scheme("c2r4", model.config)
+    assert all(layer.store.layout.scheme.content_bits == 2 for layer in cache.layers)

@@ -37,8 +37,7 @@ def build_manifest(
     """Return everything that decides the bytes of a run.
 
     Args:
-        layers: attention layers of the source; their weights are hashed, the rest of the model is
-            identified by its config and by the names, types and sizes of its tensors.
+        layers: attention layers of the source, whose every tensor is hashed.
         data: token windows.
         recipes: what is calibrated.
         settings: dtypes, device and threads of the computation.
@@ -56,10 +55,10 @@ def build_manifest(
         "source": {
             "config_sha256": canonical_sha256(reader.config),
             "tensors_sha256": canonical_sha256(
-                {name: [info.dtype, list(info.shape)] for name, info in reader.tensors.items()}
-            ),
-            "attention_sha256": canonical_sha256(
-                {name: reader.sha256(name) for name in layers.tensor_names()}
+                {
+                    name: [info.dtype, list(info.shape), reader.sha256(name)]
+                    for name, info in reader.tensors.items()
+                }
             ),
         },
         "text": data.provenance(),

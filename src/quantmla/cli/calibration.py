@@ -74,6 +74,7 @@ def calibrate(
         emit(estimate_run(model, [built], device=device), as_json, print_fields)
         return
     refuse_out(model, out)  # now, not after the calibration
+    refuse_run(model, out, run_dir)
     with resumable():
         with progress("calibrate") as tell:
             run = run_calibration(
@@ -97,6 +98,21 @@ def calibrate(
         "next": f"quantmla eval {out} --reference {model}",
     }
     emit(result, as_json, print_fields)
+
+
+def refuse_run(model: Path, out: Path, run_dir: Path) -> None:
+    """Refuse a run folder that is the result, or lies in the result or in the source."""
+    from quantmla.errors import CalibrationError
+
+    inside = run_dir.resolve()
+    for name, folder in (("--out", out.resolve()), ("the source", model.resolve())):
+        if folder == inside or folder in inside.parents:
+            raise CalibrationError(
+                f"the run folder lies in {name}",
+                where=run_dir,
+                expected="a folder of its own",
+                next_step="choose another --run, or leave it out",
+            )
 
 
 def _mean(stats: list[dict], name: str) -> float:

@@ -167,7 +167,7 @@ class QuantMLACache(Cache):
     @classmethod
     def from_scheme(
         cls,
-        scheme: KVScheme | Sequence[KVScheme],
+        scheme: KVScheme | str | Sequence[KVScheme],
         model,
         *,
         clips: Clips | Sequence[Clips] | None = None,
@@ -181,7 +181,8 @@ class QuantMLACache(Cache):
         """Make a cache of a given scheme for any MLA model, for experiments.
 
         Args:
-            scheme: one KVScheme, or one for each cache layer; c16r16 is the BF16 reference.
+            scheme: one KVScheme or its name, or one for each cache layer; c16r16 is the BF16
+                reference.
             model: MLADims, or a model config.
             clips: (content, rope) clip ratios, each a float, a tensor [G] or None; one pair for all
                 layers, or a sequence with a pair for each.
@@ -201,7 +202,15 @@ class QuantMLACache(Cache):
         is_dims = isinstance(model, MLADims)
         dims = model if is_dims else MLADims.from_config(model)
         count = dims.num_cache_layers
+        scheme = KVScheme.parse(scheme) if isinstance(scheme, str) else scheme
         schemes = [scheme] * count if isinstance(scheme, KVScheme) else list(scheme)
+        if rope_online not in (None, "hadamard") or not isinstance(row_dtype, torch.dtype):
+            raise CacheError(
+                "unknown setting",
+                where="from_scheme: rope_online, row_dtype",
+                expected="None or 'hadamard', and a torch dtype",
+                got=f"{rope_online!r}, {row_dtype!r}",
+            )
         clips = _pairs(clips, count)
         if not len(schemes) == len(clips) == count or slack_tokens < 0:
             raise CacheError(
@@ -232,10 +241,29 @@ class QuantMLACache(Cache):
         Raises: UnsupportedModelError or CacheError if the model cannot be switched.
         Source: own.
         """
+        self._check_model(model)
         use_packed_attention(model)
         self._config = weakref.ref(model.config)
         names = inspect.signature(model.forward).parameters
         return {"cache" if "cache" in names else "past_key_values": self}
+
+    def _check_model(self, model) -> None:
+        """Refuse a model of other dimensions, and another model once there are tokens."""
+        dims = MLADims.from_config(model.config)
+        layout = self.layers[0].store.layout
+        expected = (len(self.layers), layout.kv_lora_rank, layout.qk_rope_head_dim)
+        got = (dims.num_cache_layers, dims.kv_lora_rank, dims.qk_rope_head_dim)
+        bound = self._config() if self._config is not None else None
+        foreign = bound is not None and bound is not model.config and self.get_seq_length() > 0
+        if got != expected or foreign:
+            raise CacheError(
+                "this cache belongs to another model",
+                where=type(model).__name__,
+                expected="layers, kv_lora_rank and qk_rope_head_dim of "
+                f"{expected[0]}, {expected[1]} and {expected[2]}",
+                got="tokens of another model" if foreign else f"{got[0]}, {got[1]} and {got[2]}",
+                next_step="create a cache for this model",
+            )
 
     @property
     def packed_rows_read(self) -> int:

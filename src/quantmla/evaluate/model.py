@@ -117,7 +117,10 @@ def loaded(folder: Path, settings: Settings) -> Iterator[torch.nn.Module]:
         unknown architecture.
     Source: own.
     """
-    CheckpointReader(folder)  # truncated, missing and stray shards, by name
+    reader = CheckpointReader(folder)  # truncated, missing and stray shards, by name
+    for name in reader.tensor_names:
+        if name.endswith(".weight"):  # codes without their scales would load as numbers
+            reader.check_float(name, reader.shape_of(name))
     dtype = DTYPES[settings.dtype]
     model = load_model(_model_class(folder), folder, dtype=dtype, use_safetensors=True)
     try:

@@ -10,8 +10,11 @@ from pathlib import Path
 
 from quantmla.checkpoint.header import read_json
 from quantmla.checkpoint.lock import folder_lock
+from quantmla.checkpoint.reader import CheckpointReader
+from quantmla.checkpoint.verify import verify
 from quantmla.config import KVScheme
-from quantmla.errors import EvaluationError
+from quantmla.dims import MLADims
+from quantmla.errors import CheckpointError, EvaluationError
 from quantmla.evaluate.data import open_items
 from quantmla.evaluate.fidelity import measure_fidelity, summary
 from quantmla.evaluate.manifest import build_manifest, checkpoint_sha256
@@ -88,6 +91,7 @@ def prepare(plan: Plan) -> Material:
     Raises: TextError if a text is missing, not UTF-8, or too short, or an item does not fit.
     Source: own.
     """
+    _check_folders(plan)
     tokenizer = load_tokenizer(plan.model)
     texts, windows, tasks = {}, [], []
     if plan.windows:
@@ -159,6 +163,32 @@ def refuse_existing(path: Path) -> None:
             expected="a name that is free",
             got="a file or folder",
             next_step="choose another --out, or remove it yourself",
+        )
+
+
+def _check_folders(plan: Plan) -> None:
+    """Refuse what is no MLA checkpoint, a damaged fused one, and a reference of another model."""
+    reader = CheckpointReader(plan.model)
+    dims = MLADims.from_config(reader.config)
+    if reader.is_fused:
+        report = verify(plan.model)
+        if not report.ok:
+            raise CheckpointError(
+                "the fused checkpoint was changed after it was written",
+                where=plan.model,
+                got="; ".join(report.failures[:3]),
+                next_step="see `quantmla verify`; fuse the checkpoint again from its source",
+            )
+    if plan.reference is None:
+        return
+    reference = CheckpointReader(plan.reference)
+    if reference.is_fused or MLADims.from_config(reference.config) != dims:
+        raise EvaluationError(
+            "the reference is not the model that the checkpoint was made from",
+            where=plan.reference,
+            expected="the original checkpoint, with the same dimensions",
+            got="a fused checkpoint" if reference.is_fused else "other dimensions",
+            next_step="pass the source of the fused checkpoint as --reference",
         )
 
 
