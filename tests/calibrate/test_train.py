@@ -214,3 +214,13 @@ def test_sensitivity_matches_the_dense_jacobian(capture):
     other = torch.einsum("tp,tpq,tq->", rope, blocks[1], rope)
     ratio = sampled.rope_energy(error, window) / sampled.rope_energy(rope, window)
     assert float(ratio) == pytest.approx(float(dense / other), rel=0.2)
+
+
+def test_the_shared_sensitivity_knows_which_windows_were_held_out(capture):
+    layer = LayerWorkspace(capture, "half", 5)
+    first, second = (
+        layer.sensitivity(recipe().model_copy(update={"sequences": n, "heldout_sequences": 3 - n}))
+        for n in (1, 2)
+    )
+    assert set(first.rope_pull) == {0}
+    assert set(second.rope_pull) == {0, 1}

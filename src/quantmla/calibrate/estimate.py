@@ -14,6 +14,7 @@ from quantmla.calibrate.joint import JOINT_SEQUENCES, joint_check
 from quantmla.calibrate.methods import METHODS
 from quantmla.calibrate.record import LayerCapture
 from quantmla.calibrate.run import check_recipes
+from quantmla.calibrate.scores import GRAMS_BYTES
 from quantmla.calibrate.workspace import LayerWorkspace
 from quantmla.checkpoint.families import family_of
 from quantmla.checkpoint.plan import AttentionLayers
@@ -23,7 +24,6 @@ from quantmla.transform.layer import LayerTransform
 
 TRIAL_WINDOWS = 4  # two to train on, two held out
 TRIAL_STEPS = 4
-GRAM_BYTES = 1 << 30  # training keeps query Grams up to this size
 clock = time.perf_counter
 
 
@@ -188,7 +188,7 @@ def _window_bytes(
     queries = tokens * dims.num_heads * dims.qk_head_dim * storage_dtype.itemsize
     cached = tokens * (dims.kv_lora_rank + dims.qk_rope_head_dim) * 4
     teacher = tokens * dims.hidden_size * 4
-    grams = min(tokens * dims.qk_rope_head_dim**2 * 4, GRAM_BYTES // recipe.sequences)
+    grams = min(tokens * dims.qk_rope_head_dim**2 * 4, GRAMS_BYTES // recipe.sequences)
     return hidden + attentions * (queries + cached) + teacher + grams, hidden
 
 

@@ -60,7 +60,8 @@ class LayerWorkspace:
         config, protection = recipe.train, protection_of(recipe)
         train, heldout = split_windows(recipe)
         train, heldout = (w[: config.curvature_windows] for w in (train, heldout))
-        key = (OutputSensitivity, protection, config.curvature_probes, *train, *heldout)
+        windows = (tuple(train), tuple(heldout))
+        key = (OutputSensitivity, protection, config.curvature_probes, windows)
         return self.once(
             key,
             lambda: OutputSensitivity.of(

@@ -118,7 +118,6 @@ def fake_quantize(
     group: int = 64,
     zero: Zero = "zp8",
     clip: Clip = None,
-    round_output: bool = False,
 ) -> Tensor:
     """Return dequantize(quantize(x)) with straight-through gradients, for |x| up to 2**126.
 
@@ -130,7 +129,6 @@ def fake_quantize(
         x [..., channels, floating]: values.
         bits: code width; 16 returns x unchanged.
         group, zero, clip: as in quantize.
-        round_output: also round the result to bf16, as a cache read does.
     Returns: values [..., channels], dtype of x.
     Raises: SchemeError for bad arguments.
     Source: straight-through estimator; own treatment of the zero point.
@@ -143,7 +141,7 @@ def fake_quantize(
         codes, scale, low = _encode(values, ratio, bits, zero)
         out.append(_decode(codes, scale, low, zero).flatten(-2))
     result = torch.cat(out, -1) if len(out) > 1 else out[0]
-    return (_bf16_ste(result) if round_output else result).to(x.dtype)
+    return result.to(x.dtype)
 
 
 def group_count(channels: int, group: int) -> int:
