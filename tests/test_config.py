@@ -188,6 +188,7 @@ def test_block_is_read_from_a_transformers_config():
     [
         ({"format": 2}, "format version"),
         ({"format": 2, "unheard_of": 1}, "format version"),
+        ({"layout": 1}, "layout version"),
         ({"layout": 7}, "layout version"),
         ({"rope": {"bits": 4, "group": 32}}, "one group size"),
         ({"per_layer": {"x": {}}}, "per_layer"),

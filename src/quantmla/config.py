@@ -30,7 +30,7 @@ from quantmla.strict import (
 )
 
 FORMAT_VERSION = 1
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 MAX_RECIPE_BYTES = 1 << 20
 
 _SCHEME_NAME = re.compile(r"c(\d+)r(\d+)")

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from page_rows import P, R, encode, layout_of, numbers, stored
 from quantmla.cache.layout import LAYOUT_VERSION, PAGE_TOKENS, PageLayout, pages_for_tokens
 from quantmla.config import KVScheme
 from quantmla.errors import CacheError, SchemeError
@@ -16,49 +17,18 @@ from quantmla.quant import dequantize, quantize
 
 torch.set_num_threads(1)
 LENGTHS = (0, 1, 63, 64, 65, 131, 132, 133, 260)
-R, P = 128, 32
 
-# Page of 70 tokens at 512+64 under layout version 1. A change here needs a new layout version.
-GOLDEN_V1 = {
-    "c4r4": "5ae013a2adfb804137b0cd83c4d95770526c599c735d2837718a7091805faf90",
-    "c2r4": "335b984dbb4f7fde0f8366c421099da86e144f0d7b1f54c029fe5ef33f3b738a",
-    "c3r4": "348642aa885dfbb99f0b0203e9843c1063d077176c0b8998fd6a4daa43d1d1a2",
-    "c4r8": "37bf9409ef4414902d6db88c66f876de5c97c81bb704d142b197e57297182cc5",
-    "c8r8": "e54e53e5b88ea1f10f247ca2ce7542fe1a47238b2b8177f074287fdbefb4528c",
-    "c4r16": "0d59e7af4159129a68f04515c114a3343417287ec9e9d3dbf2da62856c57340b",
+# Page of 70 tokens at 512+64 under layout version 2. A change here needs a new layout version.
+GOLDEN_V2 = {
+    "c4r4": "4173eb6282c419dadc12416f8e2f3f6b20276f32ba0f15740e29437119ffc44f",
+    "c2r4": "eb662f9fade96c7d612238b3c46822e6bd67af7a032c73dcae81cc1b22c52d56",
+    "c3r4": "96c35172f982d66c8f895f430100855246984f4693e282cafc40e04b8a8d51ab",
+    "c4r8": "ee0c4d289f38c8acbad96811c67527b81035f90459c3805ea3035c2b6de2f03e",
+    "c8r8": "71d8acf6b8574826c0d184e33bb2625743595f2068db877efa53d6e7808d7b11",
+    "c4r16": "a09a440b4c88b6af04f41b98dc73818471105fd7da682946ecfc8997eefdc0e4",
     "c16r16": "ba76261d641a5e868d3a75b8617327b059f3e608632ab97e9bd4c6b4a4748a0e",
-    "c4r4 min16": "c31294d38fb7d484fc014843ff8e4b7a9b4d180edafe82d8c5f93d1fda9340be",
+    "c4r4 min16": "814e911c0a499b27455aa118623e20d20da685bc2ddec041ffef5dfdc06807d4",
 }
-
-
-def layout_of(name, kv_lora_rank=R, qk_rope_head_dim=P):
-    scheme, _, zero = name.partition(" ")
-    return PageLayout(kv_lora_rank, qk_rope_head_dim, KVScheme.parse(scheme, zero=zero or "zp8"))
-
-
-def numbers(tokens, channels, seed):
-    """Values that are the same on every machine and torch version: a multiplicative hash."""
-    i = torch.arange(tokens * channels, dtype=torch.int64) + seed * 1_000_003
-    i = (i * 2654435761) & 0xFFFFFFFF
-    i = ((i ^ (i >> 15)) * 2246822519) & 0xFFFFFFFF
-    return ((i ^ (i >> 13)).double() / 2**31 - 1).reshape(tokens, channels).float()
-
-
-def encode(layout, latent, k_rope):
-    """Both paths in the form that store takes."""
-    scheme = layout.scheme
-    return [
-        x if bits == 16 else quantize(x, bits, group=scheme.group, zero=scheme.zero)
-        for x, bits in ((latent, scheme.content_bits), (k_rope, scheme.rope_bits))
-    ]
-
-
-def stored(layout, latent, k_rope, first_token=0, n_pages=None, fill=0):
-    """Pages that hold the tokens, every other byte being `fill`."""
-    n_pages = n_pages or pages_for_tokens(first_token + latent.shape[-2]) or 1
-    pages = layout.allocate(*latent.shape[:-2], n_pages=n_pages).fill_(fill)
-    layout.store(pages, first_token, *encode(layout, latent, k_rope))
-    return pages
 
 
 def token_bytes_mask(layout, first, end, n_pages):
@@ -67,8 +37,9 @@ def token_bytes_mask(layout, first, end, n_pages):
     for token in range(first, end):
         page, slot = divmod(token, PAGE_TOKENS)
         for plane in layout.planes:
-            start = plane.offset_bytes + slot * plane.row_bytes
-            mask[page, start : start + plane.row_bytes] = True
+            for entry in range(plane.entries):
+                start = plane.offset_bytes + (entry * PAGE_TOKENS + slot) * plane.entry_bytes
+                mask[page, start : start + plane.entry_bytes] = True
     return mask
 
 
@@ -95,13 +66,14 @@ def test_page_sizes_at_512_64(name, page_bytes, token_bytes):
 
 def test_planes_of_c4r4_as_documented():
     layout = layout_of("c4r4", 512, 64)
-    assert [(p.name, p.offset_bytes, p.row_bytes) for p in layout.planes] == [
-        ("content", 0, 256),
-        ("rope", 16384, 32),
-        ("scale", 18432, 18),
-        ("zero", 19584, 9),
+    assert [(p.name, p.offset_bytes, p.entry_bytes, p.entries) for p in layout.planes] == [
+        ("content", 0, 256, 1),
+        ("rope", 16384, 32, 1),
+        ("scale", 18432, 2, 9),
+        ("zero", 19584, 1, 9),
     ]
-    assert all(type(v) is int for p in layout.planes for v in (p.offset_bytes, p.row_bytes))
+    assert [p.row_bytes for p in layout.planes] == [256, 32, 18, 9]
+    assert all(type(v) is int for p in layout.planes for v in (p.offset_bytes, p.entry_bytes))
     assert (layout.content_groups, layout.rope_groups, layout.groups) == (8, 1, 9)
     assert [p.name for p in layout_of("c16r16").planes] == ["content", "rope"]
     rope_only = layout_of("c16r4")
@@ -117,32 +89,42 @@ def test_the_documented_offsets_are_the_real_ones():
     for line in rows:
         scheme, zero, *cells = [cell.strip() for cell in line.strip("|").split("|")]
         layout = layout_of(f"{scheme} {zero}", 512, 64)
-        planes = [f"{p.offset_bytes} / {p.row_bytes}" for p in layout.planes]
+        planes = [f"{p.offset_bytes} / {p.entry_bytes}" for p in layout.planes]
         sizes = [layout.payload_bytes, layout.page_bytes, layout.token_bytes]
         assert cells == planes + [str(size) for size in sizes]
 
 
-@pytest.mark.parametrize("name", GOLDEN_V1)
-def test_golden_pages_of_version_1(name):
-    assert LAYOUT_VERSION == 1
+@pytest.mark.parametrize("name", GOLDEN_V2)
+def test_golden_pages_of_version_2(name):
+    assert LAYOUT_VERSION == 2
     layout = layout_of(name, 512, 64)
     pages = stored(layout, numbers(70, 512, 1), numbers(70, 64, 2))
     assert pages.shape == (2, layout.page_bytes)
-    assert hashlib.sha256(bytes(pages.flatten().tolist())).hexdigest() == GOLDEN_V1[name]
+    assert hashlib.sha256(bytes(pages.flatten().tolist())).hexdigest() == GOLDEN_V2[name]
 
 
 def test_bytes_of_one_token_by_hand():
     """A page read without any code of the package: one group a path, 4 and 2 bits."""
     layout = PageLayout(8, 4, KVScheme(content_bits=4, rope_bits=2, group=8))
     latent = torch.tensor([[0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 15.0]])  # scale 1, zero 0
-    k_rope = torch.tensor([[-2.0, -1.0, 0.0, 1.0]])  # scale 1, zero 2
+    k_rope = torch.tensor([[-4.0, -2.0, 0.0, 2.0]])  # scale 2, zero 2
     page = stored(layout, latent, k_rope, first_token=3, fill=0xEE)[0]
     assert layout.page_bytes == 768  # 64 * (4 + 1 + 2 * 2 + 2) = 704, padded
     assert bytes(page[3 * 4 : 4 * 4].tolist()).hex() == "103254f6"
     assert bytes(page[256 + 3 : 256 + 4].tolist()).hex() == "e4"
-    assert bytes(page[320 + 3 * 4 : 320 + 4 * 4].tolist()).hex() == "803f803f"
-    assert bytes(page[576 + 3 * 2 : 576 + 4 * 2].tolist()).hex() == "0002"
+    assert bytes(page[320 + 3 * 2 : 320 + 4 * 2].tolist()).hex() == "803f"
+    assert bytes(page[320 + (64 + 3) * 2 : 320 + (64 + 4) * 2].tolist()).hex() == "0040"
+    assert page[576 + 3] == 0
+    assert page[576 + 64 + 3] == 2
     assert int((page != 0xEE).sum()) == 4 + 1 + 4 + 2
+
+
+def test_bytes_of_one_token_at_3_bits_by_hand():
+    layout = PageLayout(16, 8, KVScheme(content_bits=3, rope_bits=16, group=16))
+    latent = torch.tensor([[float(i % 8) for i in range(16)]])  # scale 1, zero 0
+    page = stored(layout, latent, torch.zeros(1, 8), first_token=1, fill=0xEE)[0]
+    assert bytes(page[6:10].tolist()).hex() == "e4e4e4e4"  # low two bits of 16 channels
+    assert bytes(page[10:12].tolist()).hex() == "f0f0"  # their high bits
 
 
 @pytest.mark.parametrize("length", LENGTHS)

@@ -203,8 +203,9 @@ def _unused_bytes(store, length):
     for page in range(len(unused)):
         used = min(max(length - 64 * page, 0), 64)
         for plane in layout.planes:
-            begin = plane.offset_bytes
-            unused[page, begin : begin + used * plane.row_bytes] = False
+            begin, end = plane.offset_bytes, plane.end_bytes
+            entries = unused[page, begin:end].view(plane.entries, 64, -1)
+            entries[:, :used] = False
     return unused.view(-1)
 
 

@@ -1,8 +1,8 @@
 """Where every byte of a page is: planes of 64 tokens in one padded blob (docs/layout.md).
 
-A page holds up to four planes, each 64 rows long, row = token: `content` (packed latent codes, or
-BF16 rows), `rope` (packed codes of the rotated key, or BF16 rows), `scale` (bf16, content groups
-then rope groups) and `zero` (uint8 or bf16, same order).
+A page holds up to four planes: `content` (packed latent codes, or BF16 rows) and `rope` (the same
+of the rotated key) with one row a token, `scale` (bf16) and `zero` (uint8 or bf16) with one run of
+64 tokens a group, content groups then rope groups.
 """
 
 from __future__ import annotations
@@ -33,11 +33,21 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Plane:
-    """One array of a page: row t of 64 starts at byte offset_bytes + t * row_bytes of the page."""
+    """One array [entries, 64 tokens] of a page.
+
+    Entry e of token slot t starts at byte offset_bytes + (e * 64 + t) * entry_bytes of the page.
+    A plane of codes or BF16 rows has one entry, the row; `scale` and `zero` have one a group.
+    """
 
     name: str
     offset_bytes: int
-    row_bytes: int
+    entry_bytes: int
+    entries: int = 1
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one token in this plane, all entries together."""
+        return self.entries * self.entry_bytes
 
     @property
     def end_bytes(self) -> int:
@@ -75,16 +85,16 @@ class PageLayout:
     def planes(self) -> tuple[Plane, ...]:
         """Planes in byte order; a BF16 path has no groups: C16R16 has no scale and zero planes."""
         zero_bytes = 1 if self.scheme.zero == "zp8" else 2
-        rows = {
-            "content": _row_bytes(self.kv_lora_rank, self.scheme.content_bits),
-            "rope": _row_bytes(self.qk_rope_head_dim, self.scheme.rope_bits),
-            "scale": 2 * self.groups,
-            "zero": zero_bytes * self.groups,
+        parts = {
+            "content": (_row_bytes(self.kv_lora_rank, self.scheme.content_bits), 1),
+            "rope": (_row_bytes(self.qk_rope_head_dim, self.scheme.rope_bits), 1),
+            "scale": (2, self.groups),
+            "zero": (zero_bytes, self.groups),
         }
         planes, offset_bytes = [], 0
-        for name, row_bytes in rows.items():
-            if row_bytes:
-                planes.append(Plane(name, offset_bytes, row_bytes))
+        for name, (entry_bytes, entries) in parts.items():
+            if entries:
+                planes.append(Plane(name, offset_bytes, entry_bytes, entries))
                 offset_bytes = planes[-1].end_bytes
         return tuple(planes)
 
@@ -102,7 +112,7 @@ class PageLayout:
 
     @property
     def groups(self) -> int:
-        """Entries of a row of the scale plane and of the zero plane."""
+        """Entries of a token in the scale plane and in the zero plane."""
         return self.content_groups + self.rope_groups
 
     @property
@@ -156,12 +166,11 @@ class PageLayout:
         self._check_pages(pages)
         n_tokens = (content.codes if isinstance(content, Quantized) else content).shape[-2]
         self._check_range(pages, first_token, first_token + n_tokens)
-        rows = self._rows((*pages.shape[:-2], n_tokens), content, rope)
+        entries = self._entries((*pages.shape[:-2], n_tokens), content, rope)
         for plane in self.planes:
-            target, row = _plane_rows(pages, plane), rows[plane.name]
+            target, source = _plane_entries(pages, plane), entries[plane.name]
             for page, slot, run in _runs(first_token, first_token + n_tokens):
-                n_pages = page.stop - page.start
-                target[..., page, slot, :] = row[..., run, :].unflatten(-2, (n_pages, -1))
+                target[..., page, :, slot, :] = _by_page(source, page, run)
 
     def load(self, pages: Tensor, start_token: int, end_token: int) -> tuple[Tensor, Tensor]:
         """Read the tokens start_token..end_token-1 back as numbers.
@@ -174,8 +183,8 @@ class PageLayout:
         """
         self._check_pages(pages)
         self._check_range(pages, start_token, end_token)
-        rows = {p.name: _read_rows(pages, p, start_token, end_token) for p in self.planes}
-        return self._numbers(rows, "content"), self._numbers(rows, "rope")
+        entries = {p.name: _read_entries(pages, p, start_token, end_token) for p in self.planes}
+        return self._numbers(entries, "content"), self._numbers(entries, "rope")
 
     def _path(self, name: str) -> tuple[int, int, slice]:
         """Return channels, bits and the groups of a path."""
@@ -189,32 +198,36 @@ class PageLayout:
     def _zero_dtype(self) -> torch.dtype:
         return torch.uint8 if self.scheme.zero == "zp8" else torch.bfloat16
 
-    def _rows(
+    def _entries(
         self, lead: tuple[int, ...], content: Quantized | Tensor, rope: Quantized | Tensor
     ) -> dict[str, Tensor]:
-        """Return the bytes of every plane, [*lead, row_bytes] with lead = (..., S)."""
-        rows, scales, zeros = {}, [], []
+        """Return the bytes of every plane, [..., entries, S, entry_bytes]; lead is (..., S)."""
+        entries, scales, zeros = {}, [], []
         for name, value in (("content", content), ("rope", rope)):
             self._check_path(lead, name, value)
             if isinstance(value, Quantized):
-                rows[name] = pack(value.codes, self._path(name)[1])
+                row = pack(value.codes, self._path(name)[1])
                 scales.append(value.scale)
                 zeros.append(value.zero)
             else:
-                rows[name] = _as_bytes(value.to(torch.bfloat16))
+                row = _as_bytes(value.to(torch.bfloat16))
+            entries[name] = row.unsqueeze(-3)
         if scales:
-            rows["scale"] = _as_bytes(torch.cat(scales, -1))
-            rows["zero"] = _as_bytes(torch.cat(zeros, -1))
-        return rows
+            entries["scale"] = _group_major(torch.cat(scales, -1))
+            entries["zero"] = _group_major(torch.cat(zeros, -1))
+        return entries
 
-    def _numbers(self, rows: dict[str, Tensor], name: str) -> Tensor:
+    def _numbers(self, entries: dict[str, Tensor], name: str) -> Tensor:
         """Turn the bytes of one path back into numbers [..., S, channels, bf16]."""
         channels, bits, groups = self._path(name)
+        row = entries[name].squeeze(-3)
         if bits == 16:
-            return rows[name].view(torch.bfloat16)
-        scale, zero = rows["scale"].view(torch.bfloat16), rows["zero"].view(self._zero_dtype)
-        codes = unpack(rows[name], bits, channels)
-        q = Quantized(codes, scale[..., groups], zero[..., groups])
+            return row.view(torch.bfloat16)
+        q = Quantized(
+            unpack(row, bits, channels),
+            _token_major(entries["scale"][..., groups, :, :], torch.bfloat16),
+            _token_major(entries["zero"][..., groups, :, :], self._zero_dtype),
+        )
         return dequantize(q, group=self.scheme.group, zero=self.scheme.zero)
 
     def _check_path(self, lead: tuple[int, ...], name: str, value: Quantized | Tensor) -> None:
@@ -286,26 +299,41 @@ def _as_bytes(values: Tensor) -> Tensor:
     return values.contiguous().view(torch.uint8)
 
 
-def _plane_rows(pages: Tensor, plane: Plane) -> Tensor:
-    """View a plane as rows [..., n_pages, 64, row_bytes]."""
+def _group_major(values: Tensor) -> Tensor:
+    """Bytes of [..., S, G] values in the order of their plane, [..., G, S, entry_bytes]."""
+    return _as_bytes(values.transpose(-1, -2).unsqueeze(-1))
+
+
+def _token_major(entries: Tensor, dtype: torch.dtype) -> Tensor:
+    """Values [..., S, G] from the bytes of _group_major."""
+    return entries.view(dtype).squeeze(-1).transpose(-1, -2)
+
+
+def _plane_entries(pages: Tensor, plane: Plane) -> Tensor:
+    """View a plane as [..., n_pages, entries, 64, entry_bytes]."""
     return pages[..., plane.offset_bytes : plane.end_bytes].unflatten(
-        -1, (PAGE_TOKENS, plane.row_bytes)
+        -1, (plane.entries, PAGE_TOKENS, plane.entry_bytes)
     )
 
 
-def _read_rows(pages: Tensor, plane: Plane, start_token: int, end_token: int) -> Tensor:
-    """Copy the rows of a run of tokens to a dense tensor [..., S, row_bytes]."""
-    source = _plane_rows(pages, plane)
-    rows = pages.new_empty(*pages.shape[:-2], end_token - start_token, plane.row_bytes)
+def _by_page(entries: Tensor, page: slice, run: slice) -> Tensor:
+    """View a run of tokens of [..., entries, S, entry_bytes] with the axes of _plane_entries."""
+    n_pages = page.stop - page.start
+    return entries[..., run, :].unflatten(-2, (n_pages, -1)).transpose(-4, -3)
+
+
+def _read_entries(pages: Tensor, plane: Plane, start_token: int, end_token: int) -> Tensor:
+    """Copy a run of tokens to a dense tensor [..., entries, S, entry_bytes]."""
+    source = _plane_entries(pages, plane)
+    shape = (plane.entries, end_token - start_token, plane.entry_bytes)
+    entries = pages.new_empty(*pages.shape[:-2], *shape)
     for page, slot, run in _runs(start_token, end_token):
-        rows[..., run, :].unflatten(-2, (page.stop - page.start, -1)).copy_(
-            source[..., page, slot, :]
-        )
-    return rows
+        _by_page(entries, page, run).copy_(source[..., page, :, slot, :])
+    return entries
 
 
 def _runs(start_token: int, end_token: int) -> Iterator[tuple[slice, slice, slice]]:
-    """Cut a run of tokens into at most three (pages, slots, rows): page end, pages, page start."""
+    """Cut a run of tokens into at most three (pages, slots, tokens): page end, pages, start."""
     token = start_token
     while token < end_token:
         page, slot = divmod(token, PAGE_TOKENS)

@@ -1,13 +1,11 @@
 """Bit order of packed codes: the only file that knows it.
 
 Little endian: channel 0 sits in the lowest bits of the first byte. 4 bits put channel 2i in the low
-nibble, 2 bits put channel 4i in bits 0-1, 3 bits put 8 channels into 24 bits that are stored as
-3 bytes, lowest byte first.
+nibble, 2 bits put channel 4i in bits 0-1. 3 bits put the low two bits of all channels, as 2-bit
+codes, before the high bits of all channels, as 1-bit codes: no code crosses a 16-bit word.
 """
 
 from __future__ import annotations
-
-from math import gcd
 
 import torch
 from torch import Tensor
@@ -23,7 +21,7 @@ def packed_bytes(channels: int, bits: int) -> int:
     Raises: SchemeError for an unknown width, or if the channels do not fill whole units (8 codes
         at 1 or 3 bits, 4 at 2 bits, 2 at 4 bits).
     """
-    codes_per_unit, bytes_per_unit = _unit(bits)
+    codes_per_unit = _codes_per_unit(bits)
     if channels % codes_per_unit:
         raise SchemeError(
             "channels do not fill whole bytes",
@@ -31,7 +29,7 @@ def packed_bytes(channels: int, bits: int) -> int:
             expected=f"a multiple of {codes_per_unit} channels at {bits} bits",
             got=channels,
         )
-    return channels // codes_per_unit * bytes_per_unit
+    return channels * bits // 8
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
@@ -54,18 +52,14 @@ def pack(codes: Tensor, bits: int) -> Tensor:
         )
     if bits == 8:
         return codes.clone()
-    codes_per_unit, bytes_per_unit = _unit(bits)
-    units = codes.unflatten(-1, (codes.shape[-1] // codes_per_unit, codes_per_unit))
-    if bytes_per_unit > 1:
-        units = units.to(torch.int32)
-    word = units[..., 0].clone()
-    for i in range(1, codes_per_unit):
-        word |= units[..., i] << (bits * i)
-    if bytes_per_unit == 1:
-        return word
-    return torch.stack(
-        [(word >> (8 * j) & 0xFF).to(torch.uint8) for j in range(bytes_per_unit)], -1
-    ).flatten(-2)
+    if bits == 3:
+        return torch.cat([pack(codes & 3, 2), pack(codes >> 2, 1)], -1)
+    codes_per_byte = 8 // bits
+    units = codes.unflatten(-1, (codes.shape[-1] // codes_per_byte, codes_per_byte))
+    byte = units[..., 0].clone()
+    for i in range(1, codes_per_byte):
+        byte |= units[..., i] << (bits * i)
+    return byte
 
 
 def unpack(packed: Tensor, bits: int, channels: int) -> Tensor:
@@ -88,25 +82,17 @@ def unpack(packed: Tensor, bits: int, channels: int) -> Tensor:
         )
     if bits == 8:
         return packed.clone()
-    codes_per_unit, bytes_per_unit = _unit(bits)
-    word = packed
-    if bytes_per_unit > 1:
-        units = packed.unflatten(-1, (packed.shape[-1] // bytes_per_unit, bytes_per_unit)).to(
-            torch.int32
-        )
-        word = units[..., 0].clone()
-        for j in range(1, bytes_per_unit):
-            word |= units[..., j] << (8 * j)
+    if bits == 3:
+        low, high = packed.split([packed_bytes(channels, 2), packed_bytes(channels, 1)], -1)
+        return unpack(low, 2, channels) | unpack(high, 1, channels) << 2
     mask = 2**bits - 1
-    return torch.stack(
-        [(word >> (bits * i) & mask).to(torch.uint8) for i in range(codes_per_unit)], -1
-    ).flatten(-2)
+    return torch.stack([packed >> (bits * i) & mask for i in range(8 // bits)], -1).flatten(-2)
 
 
-def _unit(bits: int) -> tuple[int, int]:
-    """Return (codes, bytes) of the smallest run of codes that ends on a byte border."""
+def _codes_per_unit(bits: int) -> int:
+    """Return the smallest number of codes that ends on a byte border in every part of a row."""
     if bits not in CODE_BITS:
         raise SchemeError(
             "no packing for this width", where="pack", expected=f"bits in {CODE_BITS}", got=bits
         )
-    return 8 // gcd(bits, 8), bits // gcd(bits, 8)
+    return 8 if bits == 3 else 8 // bits
