@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 from quantmla.errors import CheckpointError
 
@@ -26,11 +27,27 @@ def atomic_write(path: str | Path, data: bytes | str) -> None:
 
     Source: own.
     """
+    with atomic_file(path) as file:
+        file.write(data.encode() if isinstance(data, str) else data)
+
+
+@contextmanager
+def atomic_file(path: str | Path) -> Iterator[BinaryIO]:
+    """Give a binary file to write that takes the place of the target when the block ends.
+
+    Args:
+        path: target; its folder must exist.
+
+    Raises:
+        OSError: as atomic_write; after any exception the target is as it was.
+
+    Source: own.
+    """
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:
-            file.write(data.encode() if isinstance(data, str) else data)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
