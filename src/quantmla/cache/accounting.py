@@ -6,9 +6,10 @@ our bytes; KB means 1000 bytes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from quantmla.cache.layout import PageLayout, pages_for_tokens
+from quantmla.cache.layout import PAGE_TOKENS, PageLayout, pages_for_tokens
 from quantmla.config import KVScheme
 from quantmla.dims import BF16_BYTES, MLADims
 from quantmla.quant import group_count
@@ -129,6 +130,36 @@ def resident(layout: PageLayout, tokens: int, slack_tokens: int = 0) -> Resident
     protected_tokens = layout.scheme.sink_tokens + layout.scheme.window_tokens + slack_tokens
     row_bytes = BF16_BYTES * (layout.kv_lora_rank + layout.qk_rope_head_dim)
     return _resident(tokens, pages * layout.page_bytes, pages, protected_tokens, row_bytes)
+
+
+def pool_bytes(
+    layouts: Sequence[PageLayout],
+    *,
+    n_pages: int,
+    n_slots: int,
+    page_tokens: int = PAGE_TOKENS,
+    slack_tokens: int = 0,
+) -> int:
+    """Count what a PagedLatentCache of these sizes keeps resident, in all layers together.
+
+    A pool with just the pages of one sequence holds the packed and the BF16 bytes of `resident`
+    a layer; maps are made for each call and are not part of it.
+
+    Args:
+        layouts: page layout of each cache layer.
+        n_pages, n_slots: pages and request slots.
+        page_tokens: tokens of a page.
+        slack_tokens: ring rows beyond the window.
+    Returns: bytes.
+    Source: own.
+    """
+    total_bytes = 0
+    for layout in layouts:
+        row_tokens = layout.scheme.sink_tokens + layout.scheme.window_tokens + slack_tokens
+        row_bytes = BF16_BYTES * (layout.kv_lora_rank + layout.qk_rope_head_dim)
+        total_bytes += n_pages * (page_tokens // PAGE_TOKENS) * layout.page_bytes
+        total_bytes += n_slots * row_tokens * row_bytes
+    return total_bytes
 
 
 def study_resident(dims: MLADims, scheme: KVScheme, tokens: int) -> Resident:

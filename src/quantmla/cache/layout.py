@@ -186,6 +186,17 @@ class PageLayout:
         entries = {p.name: _read_entries(pages, p, start_token, end_token) for p in self.planes}
         return self._numbers(entries, "content"), self._numbers(entries, "rope")
 
+    def wipe(self, page: Tensor, used_tokens: int) -> None:
+        """Zero what holds no token of a page, so that nothing of an earlier owner leaves with it.
+
+        Args:
+            page [page_bytes, uint8]: written in place.
+            used_tokens: slots that are kept, 0..64.
+        """
+        page[self.payload_bytes :] = 0
+        for plane in self.planes:
+            _plane_entries(page, plane)[:, used_tokens:] = 0
+
     def _path(self, name: str) -> tuple[int, int, slice]:
         """Return channels, bits and the groups of a path."""
         if name == "content":
