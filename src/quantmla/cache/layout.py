@@ -35,14 +35,22 @@ __all__ = [
 class Plane:
     """One array [entries, 64 tokens] of a page.
 
-    Entry e of token slot t starts at byte offset_bytes + (e * 64 + t) * entry_bytes of the page.
-    A plane of codes or BF16 rows has one entry, the row; `scale` and `zero` have one a group.
+    Entry e of token slot t starts at byte offset_bytes + (e * 64 + place(t)) * entry_bytes of the
+    page. A plane of codes or BF16 rows has one entry, the row; `scale` and `zero` have one a group.
+    Places are slots, but in a plane of single bytes slots t and t + 32 are neighbours (`ways` 2):
+    a kernel reads 16-bit words, and so finds the zero points of 32 slots in the same half of each.
     """
 
     name: str
     offset_bytes: int
     entry_bytes: int
     entries: int = 1
+    ways: int = 1
+
+    def place(self, slot: int | Tensor) -> int | Tensor:
+        """Return where a token slot stands in its run of 64 places."""
+        stride = PAGE_TOKENS // self.ways
+        return slot % stride * self.ways + slot // stride
 
     @property
     def row_bytes(self) -> int:
@@ -94,7 +102,8 @@ class PageLayout:
         planes, offset_bytes = [], 0
         for name, (entry_bytes, entries) in parts.items():
             if entries:
-                planes.append(Plane(name, offset_bytes, entry_bytes, entries))
+                ways = 2 if name == "zero" and entry_bytes == 1 else 1
+                planes.append(Plane(name, offset_bytes, entry_bytes, entries, ways))
                 offset_bytes = planes[-1].end_bytes
         return tuple(planes)
 
@@ -170,7 +179,7 @@ class PageLayout:
         for plane in self.planes:
             target, source = _plane_entries(pages, plane), entries[plane.name]
             for page, slot, run in _runs(first_token, first_token + n_tokens):
-                target[..., page, :, slot, :] = _by_page(source, page, run)
+                target[..., page, :, _places(plane, slot, pages), :] = _by_page(source, page, run)
 
     def load(self, pages: Tensor, start_token: int, end_token: int) -> tuple[Tensor, Tensor]:
         """Read the tokens start_token..end_token-1 back as numbers.
@@ -195,7 +204,8 @@ class PageLayout:
         """
         page[self.payload_bytes :] = 0
         for plane in self.planes:
-            _plane_entries(page, plane)[:, used_tokens:] = 0
+            unused = _places(plane, slice(used_tokens, PAGE_TOKENS), page)
+            _plane_entries(page, plane)[:, unused] = 0
 
     def _path(self, name: str) -> tuple[int, int, slice]:
         """Return channels, bits and the groups of a path."""
@@ -327,6 +337,13 @@ def _plane_entries(pages: Tensor, plane: Plane) -> Tensor:
     )
 
 
+def _places(plane: Plane, slots: slice, pages: Tensor) -> slice | Tensor:
+    """Index of a run of slots in a plane: the run itself where places are slots."""
+    if plane.ways == 1:
+        return slots
+    return plane.place(torch.arange(slots.start, slots.stop, device=pages.device))
+
+
 def _by_page(entries: Tensor, page: slice, run: slice) -> Tensor:
     """View a run of tokens of [..., entries, S, entry_bytes] with the axes of _plane_entries."""
     n_pages = page.stop - page.start
@@ -339,7 +356,8 @@ def _read_entries(pages: Tensor, plane: Plane, start_token: int, end_token: int)
     shape = (plane.entries, end_token - start_token, plane.entry_bytes)
     entries = pages.new_empty(*pages.shape[:-2], *shape)
     for page, slot, run in _runs(start_token, end_token):
-        _by_page(entries, page, run).copy_(source[..., page, :, slot, :])
+        places = _places(plane, slot, pages)
+        _by_page(entries, page, run).copy_(source[..., page, :, places, :])
     return entries
 
 
