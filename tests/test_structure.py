@@ -115,7 +115,9 @@ def test_imports_follow_the_layers(path):
 @pytest.mark.parametrize("path", [p for p in module_cases() if p.id not in TRITON_IN])
 def test_kernels_are_imported_inside_functions(path):
     kernels = [f"quantmla.{name}" for name in TRITON_IN]
-    assert [full for full in sorted(imported(top_level(TREES[path]))) if within(full, kernels)] == []
+    assert [
+        full for full in sorted(imported(top_level(TREES[path]))) if within(full, kernels)
+    ] == []
 
 
 @pytest.mark.parametrize("path", [p for p in module_cases() if p.id.startswith("cli")])
