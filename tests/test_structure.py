@@ -38,6 +38,8 @@ MAY_IMPORT = {
 }
 MAY_IMPORT_ANYTHING = ("cli", "demo", "__main__")
 TRANSFORMERS_IN = ("loading", "calibrate.capture", "convert", "engine", "evaluate")
+# Triton kernels; nothing else imports triton, or one of them before it runs.
+TRITON_IN = ("kernels.codes", "kernels.gather", "kernels.tiles", "kernels.write")
 PUBLIC = {
     "CacheError",
     "CalibrationError",
@@ -45,6 +47,7 @@ PUBLIC = {
     "EvaluationError",
     "GateError",
     "KVScheme",
+    "KernelUnavailableError",
     "LayerTransform",
     "MLADims",
     "QuantMLABlock",
@@ -80,6 +83,11 @@ def imported(tree):
     return names
 
 
+def top_level(tree):
+    """The imports that run when the module is imported."""
+    return ast.Module([n for n in tree.body if isinstance(n, ast.Import | ast.ImportFrom)], [])
+
+
 def within(name, allowed):
     return any(name == entry or name.startswith(f"{entry}.") for entry in allowed)
 
@@ -99,16 +107,23 @@ def test_imports_follow_the_layers(path):
         assert [entry for entry in sorted(ours) if not within(entry, allowed)] == []
         if not within(name, TRANSFORMERS_IN):
             assert not any(within(full, ["transformers"]) for full in names)
-    assert not any(within(full, ["pickle", "dill", "joblib", "triton", "vllm"]) for full in names)
+    if name not in TRITON_IN:
+        assert not any(within(full, ["triton"]) for full in names)
+    assert not any(within(full, ["pickle", "dill", "joblib", "vllm"]) for full in names)
+
+
+@pytest.mark.parametrize("path", [p for p in module_cases() if p.id not in TRITON_IN])
+def test_kernels_are_imported_inside_functions(path):
+    kernels = [f"quantmla.{name}" for name in TRITON_IN]
+    assert [
+        full for full in sorted(imported(top_level(TREES[path]))) if within(full, kernels)
+    ] == []
 
 
 @pytest.mark.parametrize("path", [p for p in module_cases() if p.id.startswith("cli")])
 def test_command_line_imports_work_inside_functions(path):
     heavy = {"torch", "transformers", "numpy", "safetensors", "matplotlib", "jinja2"}
-    top_level = ast.Module(
-        [n for n in TREES[path].body if isinstance(n, ast.Import | ast.ImportFrom)], []
-    )
-    assert {full.split(".")[0] for full in imported(top_level)} & heavy == set()
+    assert {full.split(".")[0] for full in imported(top_level(TREES[path]))} & heavy == set()
 
 
 @pytest.mark.parametrize("path", module_cases())

@@ -14,6 +14,7 @@ _EXPORTS = {
     "EvaluationError": "quantmla.errors",
     "GateError": "quantmla.errors",
     "KVScheme": "quantmla.config",
+    "KernelUnavailableError": "quantmla.errors",
     "LayerTransform": "quantmla.transform.layer",
     "MLADims": "quantmla.dims",
     "QuantMLABlock": "quantmla.config",

@@ -7,6 +7,7 @@ QuantMLAError
     UnsupportedModelError    a model family that is not, or must not be, handled
     CalibrationError         data, capture or training of the transforms
     CacheError               misuse of the packed cache or of its attention function
+    KernelUnavailableError   no kernel for this format, device or machine; lists every reason
     EvaluationError          scoring that could not be carried out
     GateError                scoring was carried out and a quality or validity gate failed
 """
@@ -59,6 +60,10 @@ class CalibrationError(QuantMLAError):
 
 class CacheError(QuantMLAError):
     """The packed cache or its attention function was used in a way that cannot be exact."""
+
+
+class KernelUnavailableError(QuantMLAError):
+    """No kernel can do this; `got` lists every reason."""
 
 
 class EvaluationError(QuantMLAError):

@@ -1,0 +1,164 @@
+"""Arguments of the ops: everything that is wrong with a call, in one error."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quantmla.cache.layout import PAGE_ALIGN_BYTES
+from quantmla.errors import CacheError
+from quantmla.kernels.support import page_layout
+
+INPUT_TYPES = (torch.bfloat16, torch.float16, torch.float32)
+PAGE_SIZES = (64, 128, 256)  # tokens of a page: 1, 2 or 4 blobs
+
+
+def check_write(
+    latent: Tensor,
+    k_rope: Tensor,
+    pages: Tensor,
+    rows: Tensor,
+    slot_mapping: Tensor,
+    positions: Tensor,
+    row_slots: Tensor,
+    seq_ends: Tensor,
+    nonfinite: Tensor,
+    content_clip: Tensor | None,
+    rope_clip: Tensor | None,
+    content_bits: int,
+    rope_bits: int,
+    sink_tokens: int,
+) -> None:
+    """Refuse arguments of `ops.write` that its kernel would misread; looks at no values.
+
+    Args: those of `ops.write`.
+    Raises: KernelUnavailableError or CacheError, with every problem.
+    Source: own.
+    """
+    if latent.dim() != 2 or k_rope.dim() != 2:
+        wrong = [
+            f"latent {list(latent.shape)} and k_rope {list(k_rope.shape)} are not [S, channels]"
+        ]
+        _refuse("write", wrong)
+    (tokens, rank), rope = latent.shape, k_rope.shape[1]
+    layout = page_layout(rank, rope, content_bits, rope_bits)
+    device, wrong = latent.device, []
+    for name, tensor, width in (("latent", latent, rank), ("k_rope", k_rope, rope)):
+        _expect(wrong, name, tensor, device, INPUT_TYPES, (tokens, width))
+    if latent.dtype != k_rope.dtype:
+        wrong.append(f"latent is {latent.dtype} and k_rope {k_rope.dtype}")
+    _expect_pages(wrong, pages, device, layout.page_bytes)
+    _expect(wrong, "rows", rows, device, (torch.bfloat16,), (None, None, rank + rope))
+    if rows.dim() == 3 and not 0 <= sink_tokens <= rows.shape[1]:
+        wrong.append(f"sink_tokens is {sink_tokens}, rows has {rows.shape[1]} rows a slot")
+    _expect(wrong, "slot_mapping", slot_mapping, device, (torch.int64,), (tokens,))
+    for name, tensor in (
+        ("positions", positions),
+        ("row_slots", row_slots),
+        ("seq_ends", seq_ends),
+    ):
+        _expect(wrong, name, tensor, device, (torch.int32,), (tokens,))
+    _expect(wrong, "nonfinite", nonfinite, device, (torch.int64,), (1,))
+    for name, clip, groups, bits in (
+        ("content_clip", content_clip, layout.content_groups, content_bits),
+        ("rope_clip", rope_clip, layout.rope_groups, rope_bits),
+    ):
+        if clip is not None and bits == 16:
+            wrong.append(f"{name} is given for a path of 16 bits, which is not quantised")
+        elif clip is not None:
+            _expect(wrong, name, clip, device, (torch.float32,), (groups,))
+    _refuse("write", wrong)
+
+
+def check_gather(
+    pages: Tensor,
+    block_table: Tensor,
+    starts: Tensor,
+    ends: Tensor,
+    n_tokens: int,
+    page_tokens: int,
+    kv_lora_rank: int,
+    qk_rope_head_dim: int,
+    content_bits: int,
+    rope_bits: int,
+) -> None:
+    """Refuse arguments of `ops.gather` that its kernel would misread; looks at no values.
+
+    Args: those of `ops.gather`.
+    Raises: KernelUnavailableError or CacheError, with every problem.
+    Source: own.
+    """
+    layout = page_layout(kv_lora_rank, qk_rope_head_dim, content_bits, rope_bits)
+    device, wrong = pages.device, []
+    _expect_pages(wrong, pages, device, layout.page_bytes)
+    expect_block_table(wrong, block_table, device, page_tokens)
+    batch = block_table.shape[0] if block_table.dim() == 2 else None
+    for name, tensor in (("starts", starts), ("ends", ends)):
+        _expect(wrong, name, tensor, device, (torch.int32,), (batch,))
+    if n_tokens < 0:
+        wrong.append(f"n_tokens is {n_tokens}")
+    _refuse("gather", wrong)
+
+
+def expect_block_table(
+    wrong: list[str], block_table: Tensor, device: torch.device, page_tokens: int
+) -> None:
+    """Note what is wrong with a block table [B, max_pages, int32] and the size of its pages.
+
+    Args:
+        wrong: problems so far; appended to.
+        block_table: pages of each sequence.
+        device: where it must be.
+        page_tokens [tokens]: size of a page.
+    Source: own.
+    """
+    _expect(wrong, "block_table", block_table, device, (torch.int32,), (None, None))
+    if page_tokens not in PAGE_SIZES:
+        wrong.append(f"page_tokens is {page_tokens}, not one of {', '.join(map(str, PAGE_SIZES))}")
+
+
+def _expect_pages(wrong: list[str], pages: Tensor, device: torch.device, page_bytes: int) -> None:
+    _expect(wrong, "pages", pages, device, (torch.uint8,), (None, page_bytes))
+    if pages.dim() != 2:
+        return
+    stride_bytes = pages.stride(0)
+    if pages.shape[0] > 1 and (stride_bytes < page_bytes or stride_bytes % PAGE_ALIGN_BYTES):
+        wrong.append(
+            f"pages are {stride_bytes} bytes apart, not a multiple of {PAGE_ALIGN_BYTES} from"
+            f" {page_bytes} on"
+        )
+    if pages.data_ptr() % 16:  # the widest access of a kernel
+        wrong.append("pages do not start at a multiple of 16 bytes")
+
+
+def _expect(
+    wrong: list[str],
+    name: str,
+    tensor: Tensor,
+    device: torch.device,
+    dtypes: tuple[torch.dtype, ...],
+    shape: tuple[int | None, ...],
+) -> None:
+    """Note what differs from a shape (None: any size), and a last dimension with gaps."""
+    if tensor.device != device:
+        wrong.append(f"{name} is on {tensor.device}, the first tensor on {device}")
+    if tensor.dtype not in dtypes:
+        wrong.append(f"{name} is {tensor.dtype}, not {' or '.join(map(str, dtypes))}")
+    fits = len(shape) == tensor.dim() and all(
+        want in (None, have) for want, have in zip(shape, tensor.shape, strict=True)
+    )
+    if not fits:
+        wanted = ", ".join("any" if want is None else str(want) for want in shape)
+        wrong.append(f"{name} has the shape {list(tensor.shape)}, not [{wanted}]")
+    elif tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        wrong.append(f"{name} has gaps in its last dimension (stride {tensor.stride(-1)})")
+
+
+def _refuse(op: str, wrong: list[str]) -> None:
+    if wrong:
+        raise CacheError(
+            "these tensors do not fit the op",
+            where=f"quantmla::{op}",
+            expected="the shapes, types and strides of its documentation",
+            got="; ".join(wrong),
+        )

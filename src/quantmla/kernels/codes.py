@@ -1,0 +1,104 @@
+"""Numbers to codes and back inside Triton kernels: quantiser, packing, unpacking.
+
+The arithmetic is that of docs/layout.md, section 3, bit for bit; a kernel that quantises must be
+launched with enable_fp_fusion=False, since a fused multiply-add could change a scale.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from quantmla.kernels.tiles import bf16_bits, bf16_numbers
+from quantmla.quant.affine import MAGNITUDE_MAX, SCALE_MIN
+
+_SCALE_MIN = tl.constexpr(SCALE_MIN)
+_MAGNITUDE_MAX = tl.constexpr(MAGNITUDE_MAX)
+_INF = tl.constexpr(float("inf"))
+# Adding 1.5 * 2**23 rounds to an integer, half to even, and leaves it in the low mantissa bits.
+_TO_INTEGER = tl.constexpr(12582912.0)
+INTEGER_BITS = tl.constexpr(0x4B400000)
+_TWO_23, _TWO_23_BITS = tl.constexpr(8388608.0), tl.constexpr(0x4B000000)
+# Adding 1.5 * 2**12 rounds to multiples of 2**-11.
+_TO_GRID = tl.constexpr(6144.0)
+
+
+@triton.jit
+def saturate(x):
+    """Make groups [T, G, n] finite, with magnitudes up to 2**126."""
+    x = replace(x, tl.max(finite(x), 2)[:, :, None])
+    return tl.minimum(tl.maximum(x, -_MAGNITUDE_MAX), _MAGNITUDE_MAX)
+
+
+@triton.jit
+def replace(x, bound):
+    """Make x finite: NaN becomes 0 and an infinity the bound with its own sign."""
+    sign = (x.to(tl.int32, bitcast=True) >> 31) << 31
+    limit = (bound.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+    return tl.where(tl.abs(x) < _INF, x, tl.where(x == x, limit, 0.0))
+
+
+@triton.jit
+def finite(x):
+    """Magnitudes, 0 in place of NaN and Inf."""
+    magnitude = tl.abs(x)
+    return tl.where(magnitude < _INF, magnitude, 0.0)
+
+
+@triton.jit
+def quantise(x, clip_ptr, BITS: tl.constexpr, GROUPS: tl.constexpr):
+    """Codes [T, G, n] + INTEGER_BITS, BF16 bits of the scale [T, G] and zero point [T, G]."""
+    LEVELS: tl.constexpr = 2.0**BITS - 1
+    low, high = tl.minimum(tl.min(x, 2), 0.0), tl.maximum(tl.max(x, 2), 0.0)
+    constant = high == low
+    if clip_ptr is not None:
+        group = tl.arange(0, x.shape[1])
+        clip = tl.load(clip_ptr + group, mask=group < GROUPS, other=1.0)[None, :]
+        low, high = low * clip, high * clip
+    step = tl.maximum(tl.div_rn(high - low, LEVELS), _SCALE_MIN)
+    scale_bits = bf16_bits(tl.where(constant, 1.0, step))
+    scale = bf16_numbers(scale_bits)
+    # Division by s without dividing each element: x and s have 8 significant bits each, so x / s
+    # is a half-integer or at least 1/1020 away from all of them. x * (1 / s) is off by less than
+    # 2**-13 wherever the code is not clamped; the grid of 2**-11 then restores half-integers and
+    # moves nothing else across one.
+    inverse = 1.0 / scale
+    if clip_ptr is None:
+        zero = snap(-low, inverse)
+    else:
+        zero = tl.div_rn(-low, scale)  # a clipped minimum has more than 8 significant bits
+    zero = tl.minimum(tl.maximum((zero + _TO_INTEGER) - _TO_INTEGER, 0.0), LEVELS)
+    quotient = snap(x, inverse[:, :, None])
+    code = (quotient + _TO_INTEGER) + zero[:, :, None]
+    code = tl.minimum(tl.maximum(code, _TO_INTEGER), _TO_INTEGER + LEVELS)
+    return code.to(tl.int32, bitcast=True), scale_bits, zero.to(tl.int32)
+
+
+@triton.jit
+def snap(x, inverse):
+    """x * inverse on a grid of 2**-11, up to 2**11."""
+    return tl.fma(x, inverse, tl.full(x.shape, _TO_GRID, tl.float32)) - _TO_GRID
+
+
+@triton.jit
+def pack(codes, COUNT: tl.constexpr, BITS: tl.constexpr):
+    """Join COUNT neighbouring codes to one number, the first in the lowest bits."""
+    CHANNELS: tl.constexpr = codes.shape[1] * codes.shape[2]
+    units = tl.reshape(codes, (codes.shape[0], CHANNELS // COUNT, COUNT))
+    return tl.sum(units << (tl.arange(0, COUNT) * BITS)[None, None, :], 2)
+
+
+@triton.jit
+def unpack(word, COUNT: tl.constexpr, BITS: tl.constexpr):
+    """Split words [T, W, int32] into codes [T, W * COUNT]; the inverse of `pack`."""
+    shift = (tl.arange(0, COUNT) * BITS)[None, None, :]
+    codes = (word[:, :, None] >> shift) & (2**BITS - 1)
+    return tl.reshape(codes, (word.shape[0], word.shape[1] * COUNT))
+
+
+@triton.jit
+def dequantise(codes, scale, zero):
+    """Numbers [T, G, n, fp32] of codes [T, G, n, int32], scales and zero points [T, G]."""
+    # 2**23 + code by its bits, since a conversion from integers is slow
+    shifted = (codes | _TWO_23_BITS).to(tl.float32, bitcast=True)
+    return scale[:, :, None] * (shifted - (zero.to(tl.float32) + _TWO_23)[:, :, None])
