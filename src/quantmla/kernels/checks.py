@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -41,29 +43,26 @@ def check_write(
         ]
         _refuse("write", wrong)
     (tokens, rank), rope = latent.shape, k_rope.shape[1]
-    layout = page_layout(rank, rope, content_bits, rope_bits)
+    page_bytes, content_groups, rope_groups = _sizes(rank, rope, content_bits, rope_bits)
     device, wrong = latent.device, []
-    for name, tensor, width in (("latent", latent, rank), ("k_rope", k_rope, rope)):
-        _expect(wrong, name, tensor, device, INPUT_TYPES, (tokens, width))
+    _expect(wrong, "latent", latent, device, INPUT_TYPES, (tokens, rank))
+    _expect(wrong, "k_rope", k_rope, device, INPUT_TYPES, (tokens, rope))
     if latent.dtype != k_rope.dtype:
         wrong.append(f"latent is {latent.dtype} and k_rope {k_rope.dtype}")
-    _expect_pages(wrong, pages, device, layout.page_bytes)
+    _expect_pages(wrong, pages, device, page_bytes)
     _expect(wrong, "rows", rows, device, (torch.bfloat16,), (None, None, rank + rope))
     if rows.dim() == 3 and not 0 <= sink_tokens <= rows.shape[1]:
         wrong.append(f"sink_tokens is {sink_tokens}, rows has {rows.shape[1]} rows a slot")
     _expect(wrong, "slot_mapping", slot_mapping, device, (torch.int64,), (tokens,))
-    for name, tensor in (
-        ("positions", positions),
-        ("row_slots", row_slots),
-        ("seq_ends", seq_ends),
-    ):
-        _expect(wrong, name, tensor, device, (torch.int32,), (tokens,))
+    _expect(wrong, "positions", positions, device, (torch.int32,), (tokens,))
+    _expect(wrong, "row_slots", row_slots, device, (torch.int32,), (tokens,))
+    _expect(wrong, "seq_ends", seq_ends, device, (torch.int32,), (tokens,))
     _expect(wrong, "nonfinite", nonfinite, device, (torch.int64,), (1,))
-    for name, clip, groups, bits in (
-        ("content_clip", content_clip, layout.content_groups, content_bits),
-        ("rope_clip", rope_clip, layout.rope_groups, rope_bits),
+    for name, clip, groups in (
+        ("content_clip", content_clip, content_groups),
+        ("rope_clip", rope_clip, rope_groups),
     ):
-        if clip is not None and bits == 16:
+        if clip is not None and groups == 0:
             wrong.append(f"{name} is given for a path of 16 bits, which is not quantised")
         elif clip is not None:
             _expect(wrong, name, clip, device, (torch.float32,), (groups,))
@@ -88,9 +87,9 @@ def check_gather(
     Raises: KernelUnavailableError or CacheError, with every problem.
     Source: own.
     """
-    layout = page_layout(kv_lora_rank, qk_rope_head_dim, content_bits, rope_bits)
+    page_bytes, _, _ = _sizes(kv_lora_rank, qk_rope_head_dim, content_bits, rope_bits)
     device, wrong = pages.device, []
-    _expect_pages(wrong, pages, device, layout.page_bytes)
+    _expect_pages(wrong, pages, device, page_bytes)
     expect_block_table(wrong, block_table, device, page_tokens)
     batch = block_table.shape[0] if block_table.dim() == 2 else None
     for name, tensor in (("starts", starts), ("ends", ends)):
@@ -117,6 +116,13 @@ def expect_block_table(
         wrong.append(f"page_tokens is {page_tokens}, not one of {', '.join(map(str, PAGE_SIZES))}")
 
 
+@lru_cache(maxsize=256)
+def _sizes(rank: int, rope: int, content_bits: int, rope_bits: int) -> tuple[int, int, int]:
+    """Bytes of a blob and groups of both paths; refuses formats without a kernel."""
+    layout = page_layout(rank, rope, content_bits, rope_bits)
+    return layout.page_bytes, layout.content_groups, layout.rope_groups
+
+
 def _expect_pages(wrong: list[str], pages: Tensor, device: torch.device, page_bytes: int) -> None:
     _expect(wrong, "pages", pages, device, (torch.uint8,), (None, page_bytes))
     if pages.dim() != 2:
@@ -140,17 +146,20 @@ def _expect(
     shape: tuple[int | None, ...],
 ) -> None:
     """Note what differs from a shape (None: any size), and a last dimension with gaps."""
+    fits = len(shape) == tensor.dim() and all(
+        want is None or want == have for want, have in zip(shape, tensor.shape, strict=True)
+    )
+    dense = tensor.dim() == 0 or tensor.shape[-1] <= 1 or tensor.stride(-1) == 1
+    if fits and dense and tensor.dtype in dtypes and tensor.device == device:
+        return
     if tensor.device != device:
         wrong.append(f"{name} is on {tensor.device}, the first tensor on {device}")
     if tensor.dtype not in dtypes:
         wrong.append(f"{name} is {tensor.dtype}, not {' or '.join(map(str, dtypes))}")
-    fits = len(shape) == tensor.dim() and all(
-        want in (None, have) for want, have in zip(shape, tensor.shape, strict=True)
-    )
     if not fits:
         wanted = ", ".join("any" if want is None else str(want) for want in shape)
         wrong.append(f"{name} has the shape {list(tensor.shape)}, not [{wanted}]")
-    elif tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+    elif not dense:
         wrong.append(f"{name} has gaps in its last dimension (stride {tensor.stride(-1)})")
 
 

@@ -7,6 +7,8 @@ module does not import triton.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -14,8 +16,39 @@ from quantmla.kernels import paged_reference
 from quantmla.kernels.checks import check_gather, check_write
 from quantmla.kernels.support import implementation
 
+_LIBRARY = torch.library.Library("quantmla", "DEF")
 
-@torch.library.custom_op("quantmla::write", mutates_args=("pages", "rows", "nonfinite"))
+
+def _op(fake: Callable, mutates_args: tuple[str, ...] = ()) -> Callable:
+    """Make a function an op of torch with a fake implementation, and return the op.
+
+    torch.library.custom_op does the same, but a call through it takes several times as long, and
+    a decode step makes one for each layer.
+    """
+
+    def register(function: Callable) -> torch._ops.OpOverload:
+        name = function.__name__
+        schema = torch.library.infer_schema(function, mutates_args=mutates_args)
+        _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+        _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"quantmla::{name}", fake, lib=_LIBRARY)
+        op = getattr(torch.ops.quantmla, name).default
+        op.__doc__ = function.__doc__
+        return op
+
+    return register
+
+
+def _fake_write(*_) -> None:
+    return None
+
+
+def _fake_gather(pages, block_table, starts, ends, n_tokens, page_tokens, rank, rope, *_) -> Tensor:
+    shape = (block_table.shape[0], n_tokens, rank + rope)
+    return pages.new_empty(shape, dtype=torch.bfloat16)
+
+
+@_op(_fake_write, mutates_args=("pages", "rows", "nonfinite"))
 def write(
     latent: Tensor,
     k_rope: Tensor,
@@ -47,7 +80,8 @@ def write(
         slot_mapping [S, int64]: token index in the pool, -1 for none.
         positions [S, int32]: position of the token in its sequence.
         row_slots [S, int32]: request slot of the token.
-        seq_ends [S, int32]: length of its sequence after this call.
+        seq_ends [S, int32]: length of its sequence after this call; only the last ring_tokens
+            tokens before it write a ring row.
         nonfinite [1, int64]: counter of NaN and Inf among the written tokens.
         content_clip, rope_clip [G, fp32]: clip ratios in (0, 1], or None.
         content_bits, rope_bits: 2, 3, 4, 8, or 16 for BF16 rows.
@@ -66,12 +100,7 @@ def write(
     launch(*inputs, *settings)
 
 
-@write.register_fake
-def _(latent, k_rope, pages, rows, *_) -> None:
-    return None
-
-
-@torch.library.custom_op("quantmla::gather", mutates_args=())
+@_op(_fake_gather)
 def gather(
     pages: Tensor,
     block_table: Tensor,
@@ -108,9 +137,3 @@ def gather(
     from quantmla.kernels.gather import launch
 
     return launch(*tensors, *sizes)
-
-
-@gather.register_fake
-def _(pages, block_table, starts, ends, n_tokens, page_tokens, rank, rope, *_) -> Tensor:
-    shape = (block_table.shape[0], n_tokens, rank + rope)
-    return pages.new_empty(shape, dtype=torch.bfloat16)

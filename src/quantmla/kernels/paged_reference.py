@@ -115,7 +115,8 @@ def _keep_rows(
     """Write sink and ring rows; of the tokens that share a ring row only the last is written."""
     ring_tokens = rows.shape[1] - sink_tokens
     in_sink = (positions >= 0) & (positions < sink_tokens)
-    in_ring = (positions >= sink_tokens) & (positions >= seq_ends - ring_tokens) & (ring_tokens > 0)
+    in_ring = (positions >= sink_tokens) & (positions >= seq_ends - ring_tokens)
+    in_ring &= positions < seq_ends
     kept = (in_sink | in_ring) & (row_slots >= 0) & (row_slots < rows.shape[0])
     position, slot = positions[kept].long(), row_slots[kept].long()
     ring_row = sink_tokens + (position - sink_tokens) % max(ring_tokens, 1)

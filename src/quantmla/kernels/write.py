@@ -234,7 +234,8 @@ def _row_offset(
     seq_end = tl.load(seq_ends_ptr + token, mask=inside, other=0)
     in_sink = (position >= 0) & (position < sink_tokens)
     # of the tokens of one call that share a ring row, only the last one writes it
-    in_ring = (position >= sink_tokens) & (position >= seq_end - ring_tokens) & (ring_tokens > 0)
+    in_ring = (position >= sink_tokens) & (position >= seq_end - ring_tokens)
+    in_ring = in_ring & (position < seq_end)  # never true without a ring
     ring_row = sink_tokens + (position - sink_tokens) % tl.maximum(ring_tokens, 1)
     row = tl.where(in_sink, position, ring_row)
     kept = (in_sink | in_ring) & (row_slot >= 0) & (row_slot < n_row_slots)
