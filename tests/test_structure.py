@@ -39,7 +39,10 @@ MAY_IMPORT = {
 MAY_IMPORT_ANYTHING = ("cli", "demo", "__main__")
 TRANSFORMERS_IN = ("loading", "calibrate.capture", "convert", "engine", "evaluate")
 # Triton kernels; nothing else imports triton, or one of them before it runs.
-TRITON_IN = ("kernels.codes", "kernels.gather", "kernels.tiles", "kernels.write")
+TRITON_IN = tuple(
+    f"kernels.{name}"
+    for name in ("codes", "decode", "gather", "prefill", "tile", "tiles", "unpack", "write")
+)
 PUBLIC = {
     "CacheError",
     "CalibrationError",

@@ -38,7 +38,8 @@ def token_bytes_mask(layout, first, end, n_pages):
         page, slot = divmod(token, PAGE_TOKENS)
         for plane in layout.planes:
             for entry in range(plane.entries):
-                start = plane.offset_bytes + (entry * PAGE_TOKENS + plane.place(slot)) * plane.entry_bytes
+                place = entry * PAGE_TOKENS + plane.place(slot)
+                start = plane.offset_bytes + place * plane.entry_bytes
                 mask[page, start : start + plane.entry_bytes] = True
     return mask
 

@@ -29,7 +29,8 @@ def as_version_1(layout, page):
             row = b"".join(
                 page[at : at + plane.entry_bytes]
                 for entry in range(plane.entries)
-                for at in (plane.offset_bytes + (entry * 64 + plane.place(slot)) * plane.entry_bytes,)
+                for place in (entry * 64 + plane.place(slot),)
+                for at in (plane.offset_bytes + place * plane.entry_bytes,)
             )
             bits = {"content": layout.scheme.content_bits, "rope": layout.scheme.rope_bits}
             if bits.get(plane.name) == 3:

@@ -41,23 +41,23 @@ def check_write(
         wrong = [
             f"latent {list(latent.shape)} and k_rope {list(k_rope.shape)} are not [S, channels]"
         ]
-        _refuse("write", wrong)
+        refuse("write", wrong)
     (tokens, rank), rope = latent.shape, k_rope.shape[1]
     page_bytes, content_groups, rope_groups = _sizes(rank, rope, content_bits, rope_bits)
     device, wrong = latent.device, []
-    _expect(wrong, "latent", latent, device, INPUT_TYPES, (tokens, rank))
-    _expect(wrong, "k_rope", k_rope, device, INPUT_TYPES, (tokens, rope))
+    expect(wrong, "latent", latent, device, INPUT_TYPES, (tokens, rank))
+    expect(wrong, "k_rope", k_rope, device, INPUT_TYPES, (tokens, rope))
     if latent.dtype != k_rope.dtype:
         wrong.append(f"latent is {latent.dtype} and k_rope {k_rope.dtype}")
-    _expect_pages(wrong, pages, device, page_bytes)
-    _expect(wrong, "rows", rows, device, (torch.bfloat16,), (None, None, rank + rope))
+    expect_pages(wrong, pages, device, page_bytes)
+    expect(wrong, "rows", rows, device, (torch.bfloat16,), (None, None, rank + rope))
     if rows.dim() == 3 and not 0 <= sink_tokens <= rows.shape[1]:
         wrong.append(f"sink_tokens is {sink_tokens}, rows has {rows.shape[1]} rows a slot")
-    _expect(wrong, "slot_mapping", slot_mapping, device, (torch.int64,), (tokens,))
-    _expect(wrong, "positions", positions, device, (torch.int32,), (tokens,))
-    _expect(wrong, "row_slots", row_slots, device, (torch.int32,), (tokens,))
-    _expect(wrong, "seq_ends", seq_ends, device, (torch.int32,), (tokens,))
-    _expect(wrong, "nonfinite", nonfinite, device, (torch.int64,), (1,))
+    expect(wrong, "slot_mapping", slot_mapping, device, (torch.int64,), (tokens,))
+    expect(wrong, "positions", positions, device, (torch.int32,), (tokens,))
+    expect(wrong, "row_slots", row_slots, device, (torch.int32,), (tokens,))
+    expect(wrong, "seq_ends", seq_ends, device, (torch.int32,), (tokens,))
+    expect(wrong, "nonfinite", nonfinite, device, (torch.int64,), (1,))
     for name, clip, groups in (
         ("content_clip", content_clip, content_groups),
         ("rope_clip", rope_clip, rope_groups),
@@ -65,8 +65,8 @@ def check_write(
         if clip is not None and groups == 0:
             wrong.append(f"{name} is given for a path of 16 bits, which is not quantised")
         elif clip is not None:
-            _expect(wrong, name, clip, device, (torch.float32,), (groups,))
-    _refuse("write", wrong)
+            expect(wrong, name, clip, device, (torch.float32,), (groups,))
+    refuse("write", wrong)
 
 
 def check_gather(
@@ -89,14 +89,14 @@ def check_gather(
     """
     page_bytes, _, _ = _sizes(kv_lora_rank, qk_rope_head_dim, content_bits, rope_bits)
     device, wrong = pages.device, []
-    _expect_pages(wrong, pages, device, page_bytes)
+    expect_pages(wrong, pages, device, page_bytes)
     expect_block_table(wrong, block_table, device, page_tokens)
     batch = block_table.shape[0] if block_table.dim() == 2 else None
     for name, tensor in (("starts", starts), ("ends", ends)):
-        _expect(wrong, name, tensor, device, (torch.int32,), (batch,))
+        expect(wrong, name, tensor, device, (torch.int32,), (batch,))
     if n_tokens < 0:
         wrong.append(f"n_tokens is {n_tokens}")
-    _refuse("gather", wrong)
+    refuse("gather", wrong)
 
 
 def expect_block_table(
@@ -111,7 +111,7 @@ def expect_block_table(
         page_tokens [tokens]: size of a page.
     Source: own.
     """
-    _expect(wrong, "block_table", block_table, device, (torch.int32,), (None, None))
+    expect(wrong, "block_table", block_table, device, (torch.int32,), (None, None))
     if page_tokens not in PAGE_SIZES:
         wrong.append(f"page_tokens is {page_tokens}, not one of {', '.join(map(str, PAGE_SIZES))}")
 
@@ -123,8 +123,17 @@ def _sizes(rank: int, rope: int, content_bits: int, rope_bits: int) -> tuple[int
     return layout.page_bytes, layout.content_groups, layout.rope_groups
 
 
-def _expect_pages(wrong: list[str], pages: Tensor, device: torch.device, page_bytes: int) -> None:
-    _expect(wrong, "pages", pages, device, (torch.uint8,), (None, page_bytes))
+def expect_pages(wrong: list[str], pages: Tensor, device: torch.device, page_bytes: int) -> None:
+    """Note what is wrong with a pool [n_blobs, page_bytes, uint8].
+
+    Args:
+        wrong: problems so far; appended to.
+        pages: the pool; blobs may be strided.
+        device: where it must be.
+        page_bytes: of the layout.
+    Source: own.
+    """
+    expect(wrong, "pages", pages, device, (torch.uint8,), (None, page_bytes))
     if pages.dim() != 2:
         return
     stride_bytes = pages.stride(0)
@@ -137,7 +146,7 @@ def _expect_pages(wrong: list[str], pages: Tensor, device: torch.device, page_by
         wrong.append("pages do not start at a multiple of 16 bytes")
 
 
-def _expect(
+def expect(
     wrong: list[str],
     name: str,
     tensor: Tensor,
@@ -145,7 +154,14 @@ def _expect(
     dtypes: tuple[torch.dtype, ...],
     shape: tuple[int | None, ...],
 ) -> None:
-    """Note what differs from a shape (None: any size), and a last dimension with gaps."""
+    """Note what differs from a shape (None: any size), and a last dimension with gaps.
+
+    Args:
+        wrong: problems so far; appended to.
+        name, tensor: what is looked at.
+        device, dtypes, shape: what is expected.
+    Source: own.
+    """
     fits = len(shape) == tensor.dim() and all(
         want is None or want == have for want, have in zip(shape, tensor.shape, strict=True)
     )
@@ -163,7 +179,15 @@ def _expect(
         wrong.append(f"{name} has gaps in its last dimension (stride {tensor.stride(-1)})")
 
 
-def _refuse(op: str, wrong: list[str]) -> None:
+def refuse(op: str, wrong: list[str]) -> None:
+    """Raise one error for all problems of a call.
+
+    Args:
+        op: name of the op.
+        wrong: problems; nothing happens if there are none.
+    Raises: CacheError.
+    Source: own.
+    """
     if wrong:
         raise CacheError(
             "these tensors do not fit the op",

@@ -7,36 +7,13 @@ module does not import triton.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from quantmla.kernels import paged_reference
 from quantmla.kernels.checks import check_gather, check_write
+from quantmla.kernels.library import op
 from quantmla.kernels.support import implementation
-
-_LIBRARY = torch.library.Library("quantmla", "DEF")
-
-
-def _op(fake: Callable, mutates_args: tuple[str, ...] = ()) -> Callable:
-    """Make a function an op of torch with a fake implementation, and return the op.
-
-    torch.library.custom_op does the same, but a call through it takes several times as long, and
-    a decode step makes one for each layer.
-    """
-
-    def register(function: Callable) -> torch._ops.OpOverload:
-        name = function.__name__
-        schema = torch.library.infer_schema(function, mutates_args=mutates_args)
-        _LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-        _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"quantmla::{name}", fake, lib=_LIBRARY)
-        op = getattr(torch.ops.quantmla, name).default
-        op.__doc__ = function.__doc__
-        return op
-
-    return register
 
 
 def _fake_write(*_) -> None:
@@ -48,7 +25,7 @@ def _fake_gather(pages, block_table, starts, ends, n_tokens, page_tokens, rank, 
     return pages.new_empty(shape, dtype=torch.bfloat16)
 
 
-@_op(_fake_write, mutates_args=("pages", "rows", "nonfinite"))
+@op(_fake_write, mutates_args=("pages", "rows", "nonfinite"))
 def write(
     latent: Tensor,
     k_rope: Tensor,
@@ -100,7 +77,7 @@ def write(
     launch(*inputs, *settings)
 
 
-@_op(_fake_gather)
+@op(_fake_gather)
 def gather(
     pages: Tensor,
     block_table: Tensor,

@@ -72,6 +72,33 @@ def page_layout(
     return PageLayout(kv_lora_rank, qk_rope_head_dim, scheme)
 
 
+@lru_cache(maxsize=256)
+def attention_layout(
+    kv_lora_rank: int, qk_rope_head_dim: int, content_bits: int, rope_bits: int
+) -> PageLayout:
+    """Return the page layout of an attention kernel, which knows fewer sizes than the writer.
+
+    Args:
+        kv_lora_rank, qk_rope_head_dim [channels]: R and P.
+        content_bits, rope_bits: code widths; 16 for a BF16 rotated key.
+    Returns: PageLayout with groups of 64 and zp8.
+    Raises: KernelUnavailableError with every reason.
+    Source: own.
+    """
+    sizes = (kv_lora_rank, qk_rope_head_dim, content_bits, rope_bits)
+    reasons = []
+    if kv_lora_rank % GROUP or kv_lora_rank & (kv_lora_rank - 1):
+        reasons.append(f"kv_lora_rank is {kv_lora_rank}, not a power of two from {GROUP} on")
+    if qk_rope_head_dim < 16 or qk_rope_head_dim & (qk_rope_head_dim - 1):
+        reasons.append(f"qk_rope_head_dim is {qk_rope_head_dim}, not a power of two from 16 on")
+    elif qk_rope_head_dim > GROUP and rope_bits != 16:
+        reasons.append(f"qk_rope_head_dim is {qk_rope_head_dim}, more than one group of {GROUP}")
+    if content_bits == 16:
+        reasons.append("the latent has 16 bits: attention over a BF16 cache is not its purpose")
+    _refuse(reasons, f"R {sizes[0]}, P {sizes[1]}, bits {sizes[2]} and {sizes[3]}")
+    return page_layout(*sizes)
+
+
 def implementation(device: torch.device | str) -> tuple[str, list[str]]:
     """Say which implementation of the ops runs for tensors of a device, and why not Triton.
 

@@ -1,0 +1,276 @@
+"""Split-KV decode over packed pages and BF16 rows: one softmax, no BF16 history (Triton).
+
+One launch holds two kinds of programs. The last part of a request attends to its BF16 rows (sinks
+and recent tokens), every other part to a run of packed blobs. A part leaves its normalised output
+and its log-sum-exp; the second launch merges the parts. Queries are absorbed, so all heads share
+one key of R+P channels and one value of R channels, and packed words are read once for both.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from quantmla.cache.layout import PAGE_TOKENS
+from quantmla.kernels.launch import INTERPRETER_SMS, device_limits, launch_of, split_blobs
+from quantmla.kernels.tile import (
+    LOG2_E,
+    attention_constants,
+    dot,
+    packed_run,
+    plan_constants,
+    softmax_step,
+    typed,
+)
+from quantmla.kernels.tiles import INTERPRET
+from quantmla.kernels.unpack import join_fields
+
+# What a program of the second launch merges: a fixed number of parts a step, so that the sum does
+# not depend on how many empty parts follow.
+MERGE_PARTS, MERGE_COLUMNS = 64, 128
+
+
+def launch(
+    q_latent: Tensor,
+    q_rope: Tensor,
+    pages: Tensor,
+    rows: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    row_slots: Tensor,
+    scale: float,
+    content_bits: int,
+    rope_bits: int,
+    sink_tokens: int,
+    window_tokens: int,
+    page_tokens: int,
+    split_tokens: int,
+    out_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """Run both launches; arguments are those of `attention.decode`, already checked.
+
+    Returns: out [B, S, H, R, out_dtype], lse [B, S, H, fp32, base e].
+    Source: own.
+    """
+    batch, queries, heads, rank = q_latent.shape
+    all_rows = queries * heads
+    interpret = INTERPRET.value
+    capability, sms = (None, INTERPRETER_SMS) if interpret else device_limits(pages.device.index)
+    plan = launch_of("decode", all_rows, capability)
+    row_tiles = triton.cdiv(all_rows, plan.rows)
+    blobs = block_table.shape[1] * page_tokens // PAGE_TOKENS
+    if split_tokens:
+        size = split_tokens // PAGE_TOKENS
+    else:
+        size = split_blobs(batch, row_tiles, blobs, sms, plan.programs_an_sm)
+    parts = triton.cdiv(blobs, size) + 1
+    out_parts = q_latent.new_empty(parts, batch, all_rows, rank, dtype=torch.float32)
+    lse_parts = q_latent.new_empty(parts, batch, all_rows, dtype=torch.float32)
+    out = torch.empty_like(q_latent, dtype=out_dtype)
+    lse = q_latent.new_empty(batch, queries, heads, dtype=torch.float32)
+    if batch == 0 or all_rows == 0:
+        return out, lse
+    decode_parts[(batch, row_tiles, parts)](
+        q_latent,
+        q_rope,
+        *typed(pages),
+        rows,
+        block_table,
+        seq_lens,
+        row_slots,
+        out_parts,
+        lse_parts,
+        queries,
+        heads,
+        parts,
+        size,
+        pages.stride(0),
+        rows.stride(0),
+        block_table.stride(0),
+        max(rows.shape[1] - sink_tokens, 1),
+        scale * LOG2_E,
+        **attention_constants(rank, q_rope.shape[-1], content_bits, rope_bits),
+        SINK=sink_tokens,
+        WINDOW=window_tokens,
+        BLOBS_A_PAGE=page_tokens // PAGE_TOKENS,
+        **plan_constants(plan),
+        num_warps=plan.warps,
+    )
+    columns = min(rank, MERGE_COLUMNS)
+    merge_parts[(batch * all_rows, rank // columns)](
+        out_parts,
+        lse_parts,
+        out,
+        lse,
+        parts,
+        R=rank,
+        COLUMNS=columns,
+        CHUNK=MERGE_PARTS,
+        num_warps=4,
+    )
+    return out, lse
+
+
+@triton.jit
+def decode_parts(
+    q_latent, q_rope, words, scales, zeros, rows, block_table, seq_lens, row_slots, out, lse,
+    queries, heads, parts, split_blobs, blob_stride_bytes, slot_stride, table_stride, ring_tokens,
+    scale_log2,
+    R: tl.constexpr, P: tl.constexpr, CONTENT_BITS: tl.constexpr, ROPE_BITS: tl.constexpr,
+    SINK: tl.constexpr, WINDOW: tl.constexpr, BLOBS_A_PAGE: tl.constexpr,
+    ROPE_OFFSET: tl.constexpr, SCALE_OFFSET: tl.constexpr, ZERO_OFFSET: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, RECENT_TILE: tl.constexpr, STAGES: tl.constexpr,
+    ASM: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Attend from one tile of (query, head) rows of a request to one of its parts.
+
+    Args:
+        q_latent [B, S*H, R], q_rope [B, S*H, P]: bf16, contiguous.
+        words, scales, zeros: the pool as int16, bf16 and int16.
+        rows [slots, SINK + ring_tokens, R+P, bf16]; block_table [B, .., int32]; seq_lens, row_slots
+            [B, int32].
+        out [parts, B, S*H, R, fp32], lse [parts, B, S*H, fp32, base 2].
+        scale_log2: softmax scale times log2(e).
+    """
+    # The part is the slowest index, and the short part that reads BF16 rows comes last: then long
+    # programs are dealt evenly to the SMs.
+    request = tl.program_id(0)
+    first_row = tl.program_id(1) * ROWS
+    part = tl.program_id(2)
+    all_rows = queries * heads
+    row = first_row + tl.arange(0, ROWS)
+    in_range = row < all_rows
+    length = tl.load(seq_lens + request)
+    position = length - queries + row // heads  # of each row's query
+    position = tl.where(in_range, position, -1)
+    q_latent += (request.to(tl.int64) * all_rows + first_row) * R
+    q_rope += (request.to(tl.int64) * all_rows + first_row) * P
+    target = (part.to(tl.int64) * tl.num_programs(0) + request) * all_rows
+    out += (target + first_row) * R
+    lse += target
+    if part == parts - 1:
+        slot = tl.load(row_slots + request).to(tl.int64)
+        _recent(
+            q_latent, q_rope, rows + slot * slot_stride, out, lse + row, length, position, in_range,
+            queries, ring_tokens, scale_log2,
+            R, P, SINK, WINDOW, ROWS, RECENT_TILE, UPCAST,
+        )  # fmt: skip
+    else:
+        _packed(
+            q_latent, q_rope, words, scales, zeros, block_table + request * table_stride,
+            out, lse + row, length, position, in_range, queries, part, split_blobs,
+            blob_stride_bytes, scale_log2,
+            R, P, CONTENT_BITS, ROPE_BITS, SINK, WINDOW, BLOBS_A_PAGE,
+            ROPE_OFFSET, SCALE_OFFSET, ZERO_OFFSET, ROWS, TILE, STAGES, ASM, UPCAST,
+        )  # fmt: skip
+
+
+@triton.jit
+def _recent(
+    q_latent, q_rope, rows, out, lse, length, position, in_range, queries, ring_tokens, scale_log2,
+    R: tl.constexpr, P: tl.constexpr, SINK: tl.constexpr, WINDOW: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    r, c, p = tl.arange(0, ROWS), tl.arange(0, R), tl.arange(0, P)
+    ql = tl.load(q_latent + r[:, None] * R + c[None, :], mask=in_range[:, None], other=0.0)
+    qr = tl.load(q_rope + r[:, None] * P + p[None, :], mask=in_range[:, None], other=0.0)
+    top = tl.full([ROWS], -float("inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, R], tl.float32)
+    start = tl.maximum(length - queries - WINDOW + 1, SINK)  # oldest recent token of any query
+    tokens = tl.minimum(SINK, length) + tl.maximum(length - start, 0)
+    for first in tl.range(0, tokens, TILE, num_stages=3):
+        n = first + tl.arange(0, TILE)
+        key = tl.where(n < SINK, n, start + n - SINK)  # its position
+        index = tl.where(n < SINK, n, SINK + (key - SINK) % ring_tokens)
+        present = (key < length)[:, None]
+        base = rows + index[:, None] * (R + P)
+        latent = tl.load(base + c[None, :], mask=present, other=0.0)
+        rope = tl.load(base + R + p[None, :], mask=present, other=0.0)
+        score = dot(ql, tl.trans(latent), None, UPCAST)
+        score = dot(qr, tl.trans(rope), score, UPCAST) * scale_log2
+        near = (key[None, :] < SINK) | (key[None, :] > position[:, None] - WINDOW)
+        score = tl.where(near & (key[None, :] <= position[:, None]), score, -float("inf"))
+        top, shift, weight = softmax_step(top, score)
+        total = total * shift + tl.sum(weight, 1)
+        acc = dot(weight.to(tl.bfloat16), latent, acc * shift[:, None], UPCAST)
+    inverse = tl.where(total > 0, 1.0 / total, 0.0)
+    tl.store(out + r[:, None] * R + c[None, :], acc * inverse[:, None], mask=in_range[:, None])
+    tl.store(lse, top + tl.log2(total), mask=in_range)
+
+
+@triton.jit
+def _packed(
+    q_latent, q_rope, words, scales, zeros, block_table, out, lse, length, position, in_range,
+    queries, split, split_blobs, blob_stride_bytes, scale_log2,
+    R: tl.constexpr, P: tl.constexpr, CONTENT_BITS: tl.constexpr, ROPE_BITS: tl.constexpr,
+    SINK: tl.constexpr, WINDOW: tl.constexpr, BLOBS_A_PAGE: tl.constexpr,
+    ROPE_OFFSET: tl.constexpr, SCALE_OFFSET: tl.constexpr, ZERO_OFFSET: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr,
+    UPCAST: tl.constexpr,
+):  # fmt: skip
+    N: tl.constexpr = 8 if CONTENT_BITS == 3 else 16 // CONTENT_BITS  # codes of a word
+    WORDS: tl.constexpr = R // N
+    BLOB_TOKENS: tl.constexpr = 64
+    TILES_A_BLOB: tl.constexpr = BLOB_TOKENS // TILE
+    end = tl.maximum(length - WINDOW, 0)  # packed tokens that the newest query reads
+    first_blob = split * split_blobs
+    last_blob = tl.minimum(first_blob + split_blobs, tl.cdiv(end, BLOB_TOKENS))
+    top, total, acc = packed_run(
+        first_blob * TILES_A_BLOB, last_blob * TILES_A_BLOB, tl.maximum(end - queries + 1, 0),
+        q_latent, q_rope, words, scales, zeros, block_table, end, position, in_range,
+        blob_stride_bytes, scale_log2,
+        R, P, CONTENT_BITS, ROPE_BITS, SINK, WINDOW, BLOBS_A_PAGE,
+        ROPE_OFFSET, SCALE_OFFSET, ZERO_OFFSET, ROWS, TILE, STAGES, ASM, UPCAST,
+    )  # fmt: skip
+    r, w, n = tl.arange(0, ROWS), tl.arange(0, WORDS), tl.arange(0, N)
+    inverse = tl.where(total > 0, 1.0 / total, 0.0)
+    result = ()
+    for j in tl.static_range(N):
+        result = result + (acc[j] * inverse[:, None],)
+    tl.store(
+        out + r[:, None, None] * R + w[None, :, None] * N + n[None, None, :],
+        join_fields(result, ROWS, WORDS, N), mask=in_range[:, None, None],
+    )  # fmt: skip
+    tl.store(lse, top + tl.log2(total), mask=in_range)
+
+
+@triton.jit
+def merge_parts(
+    out_parts, lse_parts, out, lse, parts, R: tl.constexpr, COLUMNS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Merge the parts of one (request, query, head) row; a row without keys gives 0 and -inf.
+
+    Args:
+        out_parts [parts, rows, R, fp32], lse_parts [parts, rows, fp32, base 2].
+        out [rows, R], lse [rows, fp32, base e].
+    """
+    row = tl.program_id(0).to(tl.int64)
+    rows = tl.num_programs(0)
+    c = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    n = tl.arange(0, CHUNK)
+    top = float("-inf")
+    total = 0.0
+    acc = tl.zeros([COLUMNS], tl.float32)
+    # in chunks of a fixed size, so that the sum does not depend on how many empty parts follow
+    for first in range(0, parts, CHUNK):
+        part = first + n
+        some = tl.load(lse_parts + part * rows + row, mask=part < parts, other=float("-inf"))
+        source = out_parts + (part[:, None] * rows + row) * R + c[None, :]
+        # an empty part left its output unwritten
+        values = tl.load(source, mask=(part < parts)[:, None], other=0.0)
+        new = tl.maximum(top, tl.max(some, 0))
+        safe = tl.where(new == float("-inf"), 0.0, new)
+        weight = tl.exp2(some - safe)
+        shrink = tl.exp2(top - safe)
+        values = tl.where((weight > 0)[:, None], values, 0.0)
+        total = total * shrink + tl.sum(weight, 0)
+        acc = acc * shrink + tl.sum(values * weight[:, None], 0)
+        top = new
+    inverse = tl.where(total > 0, 1.0 / total, 0.0)
+    tl.store(out + row * R + c, (acc * inverse).to(out.dtype.element_ty))
+    if tl.program_id(1) == 0:
+        tl.store(lse + row, (top + tl.log2(total)) * 0.6931471805599453)
