@@ -8,6 +8,7 @@ module does not import triton.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -97,7 +98,8 @@ def write(
         return
     from quantmla.kernels.write import launch
 
-    launch(*inputs, *settings)
+    with _current(latent.device):
+        launch(*inputs, *settings)
 
 
 @_op(_fake_gather)
@@ -136,4 +138,10 @@ def gather(
         return paged_reference.gather(*tensors, *sizes)
     from quantmla.kernels.gather import launch
 
-    return launch(*tensors, *sizes)
+    with _current(pages.device):
+        return launch(*tensors, *sizes)
+
+
+def _current(device: torch.device) -> AbstractContextManager:
+    """Triton launches on the current GPU, whatever GPU the tensors are on."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
