@@ -76,6 +76,18 @@ def test_a_graph_replays_with_new_numbers():
     assert same_bits(tokens.rows.cpu(), want.rows)
 
 
+@pytest.mark.gpu
+def test_tensors_of_another_gpu_than_the_current_one():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    first, second = small("cpu").fresh("cuda:0"), small("cpu")
+    second = replace(second, latent=first.latent.cpu(), k_rope=first.k_rope.cpu()).fresh("cuda:1")
+    second.slot_mapping = first.slot_mapping.to("cuda:1")
+    for tokens in (first, second):
+        ops.write(*tokens.args())
+    assert same_bits(first.pages.cpu(), second.pages.cpu())
+
+
 def wrong_write(**changes):
     tokens = small()
     with pytest.raises(CacheError) as error:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from quantmla.kernels import attention_reference
 from quantmla.kernels.attention_checks import check_decode, check_prefill
-from quantmla.kernels.library import op
+from quantmla.kernels.library import current_gpu, op
 from quantmla.kernels.support import implementation
 
 
@@ -72,7 +72,8 @@ def decode(
         return attention_reference.decode(*tensors, scale, *formats, split_tokens, out_dtype)
     from quantmla.kernels.decode import launch
 
-    return launch(*tensors, scale, *formats, split_tokens, out_dtype)
+    with current_gpu(q_latent.device):
+        return launch(*tensors, scale, *formats, split_tokens, out_dtype)
 
 
 @op(_fake_attention)
@@ -121,4 +122,5 @@ def prefill(
         return attention_reference.prefill(*tensors, scale, *formats, most_tokens, out_dtype)
     from quantmla.kernels.prefill import launch
 
-    return launch(*tensors, scale, *formats, most_tokens, out_dtype)
+    with current_gpu(q_latent.device):
+        return launch(*tensors, scale, *formats, most_tokens, out_dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -33,3 +34,14 @@ def op(fake: Callable, mutates_args: tuple[str, ...] = ()) -> Callable:
         return made
 
     return register
+
+
+def current_gpu(device: torch.device) -> AbstractContextManager:
+    """Make the GPU of the tensors the current one: Triton launches there, wherever they are.
+
+    Args:
+        device: of the tensors of a call.
+    Returns: context manager; does nothing for a CPU.
+    Source: own.
+    """
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

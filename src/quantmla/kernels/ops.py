@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quantmla.kernels import paged_reference
 from quantmla.kernels.checks import check_gather, check_write
-from quantmla.kernels.library import op
+from quantmla.kernels.library import current_gpu, op
 from quantmla.kernels.support import implementation
 
 
@@ -74,7 +74,8 @@ def write(
         return
     from quantmla.kernels.write import launch
 
-    launch(*inputs, *settings)
+    with current_gpu(latent.device):
+        launch(*inputs, *settings)
 
 
 @op(_fake_gather)
@@ -113,4 +114,5 @@ def gather(
         return paged_reference.gather(*tensors, *sizes)
     from quantmla.kernels.gather import launch
 
-    return launch(*tensors, *sizes)
+    with current_gpu(pages.device):
+        return launch(*tensors, *sizes)
