@@ -1,7 +1,8 @@
-"""Fill the result tables of README.md and docs/results.md from a committed metrics.json.
+"""Fill the result tables of README.md and docs/ from committed JSON files.
 
 Run `python docs/render_results.py` after `metrics.json` of `make results` was copied to
-benchmarks/results/cpu/demo.json. Only the standard library is needed.
+benchmarks/results/cpu/demo.json, or `quantmla bench decode|write --out` wrote decode.json and
+write.json in benchmarks/results/h200. Only the standard library is needed.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-METRICS = ROOT / "benchmarks" / "results" / "cpu" / "demo.json"
-BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
+RESULTS = ROOT / "benchmarks" / "results"
+METRICS = RESULTS / "cpu" / "demo.json"
 NAMES = {
     "rtn": "RTN",
     "smoothquant": "SmoothQuant†",
@@ -32,21 +33,63 @@ def results_part(metrics: dict) -> str:
     return _part(metrics, _windows(metrics), packed_rows=True)
 
 
-FILES: dict[str, Callable[[dict], str]] = {
-    "README.md": readme_part,
-    "docs/results.md": results_part,
-}
+def decode_part(result: dict) -> str:
+    """One row a point: our time, the BF16 kernels' times, and the ratio to the faster library."""
+    names = list(result["rows"][0]["bf16_us"])
+    head = ["scheme", "heads", "queries", "batch x context", "ours us"]
+    head += [f"{name} us" for name in names] + ["ratio", "error"]
+    rows = [
+        [
+            row["scheme"].upper(),
+            str(row["h"]),
+            str(row["s_q"]),
+            f"{row['batch']} x {row['context']:,}",
+            *(_number(row[name], ".1f") for name in ("ours_us",)),
+            *(_number(row["bf16_us"][name], ".1f") for name in names),
+            _number(row["ratio"], ".2f"),
+            _number(row["error"], ".1e"),
+        ]
+        for row in result["rows"]
+    ]
+    return _table(head, rows, left=1) + "\n\n" + _measured_with(result["manifest"])
 
 
-def filled(text: str, part: str) -> str:
-    """Put a part between the two markers of a page.
+def write_part(result: dict) -> str:
+    """One row a size: time, bytes a second, and those of a copy in the same run."""
+    head = ["scheme", "tokens", "us", "TB/s", "copy TB/s", "share of the copy"]
+    rows = [
+        [
+            row["scheme"].upper(),
+            f"{row['tokens']:,}",
+            _number(row["us"], ".1f"),
+            _number(row["tb_s"], ".2f"),
+            _number(row["copy_tb_s"], ".2f"),
+            f"{100 * row['tb_s'] / row['copy_tb_s']:.0f} %",
+        ]
+        for row in result["rows"]
+    ]
+    return _table(head, rows, left=1) + "\n\n" + _measured_with(result["manifest"])
+
+
+# (page, name of its markers, committed file, how it is rendered)
+PARTS: list[tuple[str, str, Path, Callable[[dict], str]]] = [
+    ("README.md", "results", METRICS, readme_part),
+    ("docs/results.md", "results", METRICS, results_part),
+    ("docs/performance.md", "decode", RESULTS / "h200" / "decode.json", decode_part),
+    ("docs/performance.md", "write", RESULTS / "h200" / "write.json", write_part),
+]
+
+
+def filled(text: str, part: str, name: str = "results") -> str:
+    """Put a part between the two markers of its name on a page.
 
     Raises: ValueError unless each marker stands there once, in order.
     """
-    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
-        raise ValueError(f"expected {BEGIN} and then {END}, once each")
-    before, rest = text.split(BEGIN)
-    return f"{before}{BEGIN}\n{part}\n{END}{rest.split(END)[1]}"
+    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+    if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
+        raise ValueError(f"expected {begin} and then {end}, once each")
+    before, rest = text.split(begin)
+    return f"{before}{begin}\n{part}\n{end}{rest.split(end)[1]}"
 
 
 def _windows(metrics: dict) -> list[str]:
@@ -65,9 +108,16 @@ def _part(metrics: dict, windows: list[str], *, packed_rows: bool) -> str:
         row += [f"{100 * (entry['ppl'][last] / bf16[last] - 1):+.1f} %", f"{entry['kl']:.4f}"]
         row += [f"{100 * entry['top1_flips']:.1f} %"]
         rows.append(row + [f"{entry['packed_rows_read']:,}"] * packed_rows)
-    rule = ["---", "---", *["---:"] * (len(head) - 2)]
-    lines = [f"| {' | '.join(row)} |" for row in (head, rule, *rows)]
-    return "\n".join([*lines, "", _measured_with(metrics["manifest"])])
+    return _table(head, rows, left=2) + "\n\n" + _measured_with(metrics["manifest"])
+
+
+def _table(head: list[str], rows: list[list[str]], *, left: int) -> str:
+    rule = ["---"] * left + ["---:"] * (len(head) - left)
+    return "\n".join(f"| {' | '.join(row)} |" for row in (head, rule, *rows))
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
 
 
 def _measured_with(manifest: dict) -> str:
@@ -75,18 +125,22 @@ def _measured_with(manifest: dict) -> str:
     source = f" at {commit[:12]}" + (" with local changes" if changed else "") if commit else ""
     return (
         f"Measured with quantmla {manifest['quantmla']}{source}, torch {manifest['torch']}, "
-        f"transformers {manifest['transformers']}, on {manifest['device']}, "
-        f"seed {manifest['seed']}, {manifest['created'][:10]}."
+        f"transformers {manifest['transformers']}"
+        + (f", triton {manifest['triton']}" if manifest.get("triton") else "")
+        + f", on {manifest['device']}, seed {manifest['seed']}, {manifest['created'][:10]}."
     )
 
 
 def main() -> None:
-    """Rewrite both pages."""
-    metrics = json.loads(METRICS.read_text(encoding="utf-8"))
-    for name, part in FILES.items():
-        path = ROOT / name
-        path.write_text(filled(path.read_text(encoding="utf-8"), part(metrics)), encoding="utf-8")
-        print(f"wrote {name}")
+    """Rewrite every page whose file is there."""
+    for page, name, source, render in PARTS:
+        if not source.is_file():
+            print(f"no {source.relative_to(ROOT)}: {page} is left as it is")
+            continue
+        part = render(json.loads(source.read_text(encoding="utf-8")))
+        path = ROOT / page
+        path.write_text(filled(path.read_text(encoding="utf-8"), part, name), encoding="utf-8")
+        print(f"wrote {page} ({name})")
 
 
 if __name__ == "__main__":

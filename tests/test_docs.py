@@ -66,10 +66,13 @@ def shown(text):
 def options():
     """Options of each verb."""
     verbs = typer.main.get_command(app).commands
-    return {
-        name: {"--help", "-h"}.union(*(param.opts for param in verb.params))
-        for name, verb in verbs.items()
-    }
+    return {name: {"--help", "-h"} | parameters(verb) for name, verb in verbs.items()}
+
+
+def parameters(verb):
+    """Options of a verb, or of all verbs of a group."""
+    of_group = (parameters(inner) for inner in getattr(verb, "commands", {}).values())
+    return set().union(*(param.opts for param in verb.params), *of_group)
 
 
 def wrong_options(line, known):
@@ -210,13 +213,13 @@ def render():
 
 
 def test_tables_are_those_of_the_committed_metrics(render):
-    for name, part in render.FILES.items():
-        text = TEXTS[name]
-        if render.METRICS.is_file():
-            metrics = json.loads(render.METRICS.read_text(encoding="utf-8"))
-            assert render.filled(text, part(metrics)) == text, "run python docs/render_results.py"
+    for page, name, source, part in render.PARTS:
+        text = TEXTS[page]
+        if source.is_file():
+            filled = render.filled(text, part(json.loads(source.read_text("utf-8"))), name)
+            assert filled == text, "run python docs/render_results.py"
         else:
-            between = text.split(render.BEGIN)[1].split(render.END)[0]
+            between = text.split(f"<!-- {name}:begin -->")[1].split(f"<!-- {name}:end -->")[0]
             assert "|" not in between, "a table without its file"
 
 
@@ -233,11 +236,22 @@ def test_rendered_tables(render):
         assert len({row.count("|") for row in rows}) == 1
 
 
+def test_rendered_timings(render):
+    row = {"scheme": "c4r4", "h": 16, "s_q": 1, "batch": 8, "context": 16384, "ours_us": 44.06}
+    row |= {"bf16_us": {"flashmla": 48.0, "sdpa": None}, "ratio": 1.0894, "error": 0.00163}
+    table = render.decode_part({"rows": [row], "manifest": METRICS["manifest"]})
+    assert "| C4R4 | 16 | 1 | 8 x 16,384 | 44.1 | 48.0 |  | 1.09 | 1.6e-03 |" in table
+    row = {"scheme": "c2r4", "tokens": 8192, "us": 8.04, "tb_s": 1.5, "copy_tb_s": 3.0}
+    table = render.write_part({"rows": [row], "manifest": METRICS["manifest"]})
+    assert "| C2R4 | 8,192 | 8.0 | 1.50 | 3.00 | 50 % |" in table
+
+
 def test_filling_replaces_only_what_is_between_the_markers(render):
-    page = f"before\n{render.BEGIN}\nold\n{render.END}\nafter\n"
+    begin, end = "<!-- results:begin -->", "<!-- results:end -->"
+    page = f"before\n{begin}\nold\n{end}\nafter\n"
     once = render.filled(page, "new")
-    assert once == f"before\n{render.BEGIN}\nnew\n{render.END}\nafter\n"
+    assert once == f"before\n{begin}\nnew\n{end}\nafter\n"
     assert render.filled(once, "new") == once
-    for broken in ("no markers", page + render.BEGIN, f"{render.END}{render.BEGIN}"):
+    for broken in ("no markers", page + begin, f"{end}{begin}"):
         with pytest.raises(ValueError, match="once each"):
             render.filled(broken, "new")

@@ -35,14 +35,13 @@ MAY_IMPORT = {
     "calibrate": BASE | {"quant", "cache", "transform", "checkpoint", "text", "loading"},
     "evaluate": BASE | {"quant", "cache", "kernels", "engine", "checkpoint", "text", "loading"},
     "report": BASE,
+    "bench": BASE | {"cache", "kernels", "evaluate"},
 }
 MAY_IMPORT_ANYTHING = ("cli", "demo", "__main__")
 TRANSFORMERS_IN = ("loading", "calibrate.capture", "convert", "engine", "evaluate")
 # Triton kernels; nothing else imports triton, or one of them before it runs.
-TRITON_IN = tuple(
-    f"kernels.{name}"
-    for name in ("codes", "decode", "gather", "prefill", "tile", "tiles", "unpack", "write")
-)
+KERNEL_FILES = ("codes", "decode", "gather", "prefill", "tile", "tiles", "unpack", "write")
+TRITON_IN = ("bench.bf16_decode", *(f"kernels.{name}" for name in KERNEL_FILES))
 PUBLIC = {
     "CacheError",
     "CalibrationError",

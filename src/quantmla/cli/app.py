@@ -9,8 +9,9 @@ import traceback
 
 import typer
 
-from quantmla.cli import calibration, checkpoints, evaluation, showcase
+from quantmla.cli import bench, calibration, checkpoints, evaluation, showcase
 from quantmla.cli.common import state
+from quantmla.cli.explain import explain
 from quantmla.errors import QuantMLAError
 
 USER_ERROR = 1
@@ -32,6 +33,8 @@ app.command("eval")(evaluation.evaluate)
 app.command("report")(evaluation.report)
 app.command("demo")(showcase.demo)
 app.command("env")(showcase.env)
+app.command("explain")(explain)
+app.add_typer(bench.app, name="bench", no_args_is_help=True)
 
 
 def main() -> None:

@@ -41,7 +41,21 @@ def environment() -> dict:
         ],
         "cpu_threads": torch.get_num_threads(),
         "gpus": [torch.cuda.get_device_name(index) for index in gpus],
-        "attention": "torch reference (any device)",
+        "kernels": {device: _kernels(device) for device in ("cpu", *_cuda_devices())},
         "texts": sorted(TEXT_SLICES),
         "tasks": sorted(ITEM_SLICES),
     }
+
+
+def _cuda_devices() -> list[str]:
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return [f"cuda:{index}" for index in range(count)]
+
+
+def _kernels(device: str) -> str:
+    from quantmla.kernels.support import implementation
+
+    name, reasons = implementation(device)
+    return f"{name} ({'; '.join(reasons)})" if reasons else name

@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
+import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -18,6 +20,7 @@ from quantmla.files import sha256_file
 
 PACKAGES = ("torch", "transformers", "safetensors", "numpy")
 HASH_WEIGHTS_UP_TO_BYTES = 4 * 2**30
+REVISION = re.compile(r"[0-9a-f]{40}")
 
 
 def build_manifest(
@@ -97,11 +100,14 @@ def device_name(device: str) -> str:
 def git_revision() -> str | None:
     """Return the commit of the source that runs, "+dirty" if it was changed; None without git.
 
+    A copy of the source without its history may say which commit it is in QUANTMLA_REVISION.
+
     Source: own.
     """
     root = Path(quantmla.__file__).resolve().parents[2]
     if not (root / ".git").exists():
-        return None
+        said = os.environ.get("QUANTMLA_REVISION", "")
+        return said if REVISION.fullmatch(said) else None
     commit = _git(root, "rev-parse", "HEAD")
     if commit is None:
         return None
