@@ -1,6 +1,5 @@
 """Dimensions read from configs of both kinds."""
 
-
 import pytest
 
 import tiny
