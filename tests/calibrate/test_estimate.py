@@ -50,6 +50,20 @@ def test_more_windows_take_more_memory_and_bf16_storage_takes_less(tmp_path):
     assert half["disk_bytes"] < many["disk_bytes"]
 
 
+def test_workers_take_memory_and_share_the_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(estimate_module, "clock", time.process_time)
+    monkeypatch.setattr("quantmla.calibrate.pool.available_cores", lambda: 2)
+    model = write_tiny(tmp_path / "model", layers=2)
+    one, two, many = (
+        estimate_run(model, [recipe(sequences=1000)], workers=workers) for workers in (1, 2, 9)
+    )
+    captured = 1000 * 32 * (48 + 3 * 28) * 4
+    assert two["peak_memory_bytes"] > one["peak_memory_bytes"] + captured
+    assert (one["workers"], two["workers"], many["workers"]) == (1, 2, 2)  # 2 layers
+    assert two["disk_bytes"] > one["disk_bytes"]
+    assert one["time_s"] / 4 < two["time_s"] < one["time_s"]
+
+
 def test_estimate_refuses_what_the_run_would_refuse(tmp_path):
     model = write_tiny(tmp_path / "model", layers=1)
     with pytest.raises(CalibrationError, match="twice"):

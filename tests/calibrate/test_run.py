@@ -11,25 +11,14 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
-from calibrate.texts import ByteTokenizer, write_text
-from quantmla.calibrate.run import layer_seed, run_calibration
+from calibrate.runs import files_of, learned, recipe, run
+from calibrate.texts import write_text
+from quantmla.calibrate.layer import layer_seed
+from quantmla.calibrate.run import run_calibration
 from quantmla.calibrate.rundir import MANIFEST_NAME, RunDir, recipe_name
 from quantmla.checkpoint.lock import folder_lock
-from quantmla.config import Recipe
 from quantmla.errors import CalibrationError, CheckpointError, SchemeError
 from tiny import load_tiny, write_tiny
-
-WINDOWS = {"sequences": 3, "heldout_sequences": 2, "sequence_tokens": 24}
-
-
-def recipe(method="quarot_online", scheme="c4r4", **fields):
-    return Recipe.model_validate({"method": method, "scheme": scheme, **WINDOWS, **fields})
-
-
-def learned(**fields):
-    train = {"curvature_steps": 3}
-    settings = {"method": "quantmla", "steps": 4, "eval_every": 2, "protect": "none"}
-    return recipe(**settings | {"train": train} | fields)
 
 
 @pytest.fixture
@@ -40,18 +29,6 @@ def model(tmp_path):
 @pytest.fixture
 def text(tmp_path):
     return write_text(tmp_path / "text.txt")
-
-
-def run(model, text, recipes, folder, **options):
-    return run_calibration(model, text, recipes, folder, tokenizer=ByteTokenizer(), **options)
-
-
-def files_of(folder):
-    return {
-        path.relative_to(folder): path.read_bytes()
-        for path in sorted(Path(folder).rglob("*"))
-        if path.is_file()
-    }
 
 
 def test_every_layer_of_every_recipe_is_written(model, text, tmp_path):
@@ -128,7 +105,7 @@ def test_resume_reads_no_layer_before_the_first_open_one(model, text, tmp_path, 
     from quantmla.calibrate import capture as capture_module
 
     folder = tmp_path / "run"
-    monkeypatch.setattr("quantmla.calibrate.run.joint_check", fail_at_layer(2))
+    monkeypatch.setattr("quantmla.calibrate.layer.joint_check", fail_at_layer(2))
     with pytest.raises(RuntimeError, match="stopped"):
         run(model, text, [recipe()], folder)
     monkeypatch.undo()
@@ -158,7 +135,7 @@ def fail_at_layer(layer):
 def test_damaged_hidden_state_falls_back_to_the_embeddings(model, text, tmp_path, monkeypatch):
     run(model, text, [recipe()], tmp_path / "whole")
     folder = tmp_path / "run"
-    monkeypatch.setattr("quantmla.calibrate.run.joint_check", fail_at_layer(2))
+    monkeypatch.setattr("quantmla.calibrate.layer.joint_check", fail_at_layer(2))
     with pytest.raises(RuntimeError, match="stopped"):
         run(model, text, [recipe()], folder)
     monkeypatch.undo()
@@ -173,7 +150,7 @@ def test_damaged_hidden_state_falls_back_to_the_embeddings(model, text, tmp_path
 def test_a_finished_run_resumes_at_once(model, text, tmp_path, monkeypatch):
     first = run(model, text, [recipe()], tmp_path / "run")
     before = files_of(tmp_path / "run")
-    monkeypatch.setattr("quantmla.calibrate.run.LayerWorkspace", None)
+    monkeypatch.setattr("quantmla.calibrate.layer.LayerWorkspace", None)
     again = run(model, text, [recipe()], tmp_path / "run", resume=True)
     assert files_of(tmp_path / "run") == before
     assert again.stats(recipe()) == first.stats(recipe())

@@ -50,6 +50,13 @@ def test_every_verb_has_help_and_json(quantmla, verb, monkeypatch):
     assert "--verbose" in out
 
 
+@pytest.mark.parametrize("verb", ["calibrate", "demo"])
+def test_workers_are_explained_and_checked(quantmla, verb, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    assert "--workers" in quantmla(verb, "--help")[1]
+    assert quantmla(verb, "--workers", "0")[0] == 2
+
+
 def test_usage_errors_exit_with_2(quantmla):
     for arguments in (["nothing"], ["inspect"], ["env", "--no-such-option"]):
         code, out, err = quantmla(*arguments)

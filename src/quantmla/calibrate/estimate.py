@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from quantmla.calibrate.capture import capture_layers, decoder_of
 from quantmla.calibrate.joint import JOINT_SEQUENCES, joint_check
 from quantmla.calibrate.methods import METHODS
+from quantmla.calibrate.pool import calibration_threads
 from quantmla.calibrate.record import LayerCapture
 from quantmla.calibrate.run import check_recipes
 from quantmla.calibrate.scores import GRAMS_BYTES
@@ -24,6 +26,7 @@ from quantmla.transform.layer import LayerTransform
 
 TRIAL_WINDOWS = 4  # two to train on, two held out
 TRIAL_STEPS = 4
+SCORE_MATRICES = 8  # of all heads, while the sensitivity of one window is sampled
 clock = time.perf_counter
 
 
@@ -31,6 +34,7 @@ def estimate_run(
     source: str | Path,
     recipes: list[Recipe],
     *,
+    workers: int = 1,
     device: str = "cpu",
     compute_dtype: torch.dtype = torch.float32,
     storage_dtype: torch.dtype = torch.float32,
@@ -38,12 +42,13 @@ def estimate_run(
     """Time the last decoder layer on random input and scale up to the whole run.
 
     Args:
-        source, recipes, device, compute_dtype, storage_dtype: as for `run_calibration`.
+        source, recipes, workers, device, compute_dtype, storage_dtype: as for `run_calibration`.
 
     Returns:
-        cache_layers, windows, sequence_tokens, optimiser_steps; time_s with its parts
-        capture_time_s and method_time_s (by method and scheme); peak_memory_bytes (host);
-        disk_bytes (run folder) and fused_bytes (upper bound of all fused checkpoints).
+        cache_layers, windows, sequence_tokens, optimiser_steps, workers; time_s with its parts
+        capture_time_s, sampling_time_s and method_time_s (by method and scheme), which several
+        workers share; peak_memory_bytes (host, all processes); disk_bytes (run folder) and
+        fused_bytes (upper bound of all fused checkpoints).
 
     Raises:
         What `run_calibration` raises for an unusable source or recipes.
@@ -55,32 +60,55 @@ def estimate_run(
     layers = AttentionLayers.of(reader)
     first = check_recipes(recipes)
     windows = first.sequences + first.heldout_sequences
-    decoders = [decoder_of(names.prefix) for names in layers.names]
     options = {"compute_dtype": compute_dtype, "storage_dtype": storage_dtype, "device": device}
-    capture, load_s, window_s = _trial_capture(source, layers, first.sequence_tokens, options)
-    capture_s = len(set(decoders)) * (load_s + windows * window_s)
-    pairing_cache = family_of(reader.config).rope_pairing_cache(reader.config)
-    methods_s = {
+    idle_bytes = _peak_bytes()
+    with calibration_threads(workers):
+        times = _times(source, layers, recipes, windows, options)
+    work_s = sum(times.values())
+    capture_s, sampling_s = times.pop("capture"), times.pop("sampling")
+    workers = min(workers, len(layers.names))
+    memory = _WindowBytes.of(layers, first, storage_dtype)
+    shards = sum((reader.path / shard).stat().st_size for shard in reader.shards)
+    return {
+        "cache_layers": len(layers.names),
+        "windows": windows,
+        "sequence_tokens": first.sequence_tokens,
+        "optimiser_steps": len(layers.names) * sum(map(_steps, recipes)),
+        "workers": workers,
+        "time_s": round(max(capture_s, work_s / workers), 1),
+        "capture_time_s": round(capture_s, 1),
+        "sampling_time_s": round(sampling_s, 1),
+        "method_time_s": {name: round(seconds, 1) for name, seconds in times.items()},
+        "peak_memory_bytes": memory.peak(windows, workers, idle_bytes, _peak_bytes()),
+        "disk_bytes": (workers + 1) * windows * memory.hidden + _transform_bytes(layers, recipes),
+        "fused_bytes": shards * len(recipes),
+    }
+
+
+def _peak_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _times(
+    source: str | Path,
+    layers: AttentionLayers,
+    recipes: list[Recipe],
+    windows: int,
+    options: dict[str, Any],
+) -> dict[str, float]:
+    """Return the seconds of "capture", "sampling" and each recipe over all layers."""
+    tokens, device = recipes[0].sequence_tokens, options["device"]
+    capture, load_s, window_s = _trial_capture(source, layers, tokens, options)
+    config = layers.reader.config
+    pairing_cache = family_of(config).rope_pairing_cache(config)
+    decoders = [decoder_of(names.prefix) for names in layers.names]
+    return {
+        "capture": len(set(decoders)) * (load_s + windows * window_s),
+        "sampling": len(decoders) * _sampling_time(capture, recipes, pairing_cache, device),
+    } | {
         f"{recipe.method} {recipe.scheme.name}": len(decoders)
         * _layer_time(capture, recipe, pairing_cache, device)
         for recipe in recipes
-    }
-    sampling_s = len(decoders) * _sampling_time(capture, recipes, pairing_cache, device)
-    per_window, kept = _window_bytes(layers, first, storage_dtype)
-    trial_peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    shards = sum((reader.path / shard).stat().st_size for shard in reader.shards)
-    return {
-        "cache_layers": len(decoders),
-        "windows": windows,
-        "sequence_tokens": first.sequence_tokens,
-        "optimiser_steps": len(decoders) * sum(map(_steps, recipes)),
-        "time_s": round(capture_s + sampling_s + sum(methods_s.values()), 1),
-        "capture_time_s": round(capture_s, 1),
-        "sampling_time_s": round(sampling_s, 1),
-        "method_time_s": {name: round(seconds, 1) for name, seconds in methods_s.items()},
-        "peak_memory_bytes": trial_peak + per_window * max(0, windows - TRIAL_WINDOWS),
-        "disk_bytes": 2 * windows * kept + _transform_bytes(layers, recipes),
-        "fused_bytes": shards * len(recipes),
     }
 
 
@@ -178,18 +206,48 @@ def _steps(recipe: Recipe) -> int:
     return 2 * (recipe.steps + recipe.train.curvature_steps)  # one optimiser a path
 
 
-def _window_bytes(
-    layers: AttentionLayers, recipe: Recipe, storage_dtype: torch.dtype
-) -> tuple[int, int]:
-    """Return (host bytes that one more window takes, bytes of its hidden states)."""
-    dims, tokens = layers.dims, recipe.sequence_tokens
-    attentions = len(layers.names) // len({decoder_of(names.prefix) for names in layers.names})
-    hidden = tokens * dims.hidden_size * storage_dtype.itemsize
-    queries = tokens * dims.num_heads * dims.qk_head_dim * storage_dtype.itemsize
-    cached = tokens * (dims.kv_lora_rank + dims.qk_rope_head_dim) * 4
-    teacher = tokens * dims.hidden_size * 4
-    grams = min(tokens * dims.qk_rope_head_dim**2 * 4, GRAMS_BYTES // recipe.sequences)
-    return hidden + attentions * (queries + cached) + teacher + grams, hidden
+@dataclass(frozen=True)
+class _WindowBytes:
+    """Host memory of one window of a run.
+
+    Args:
+        hidden: its hidden states.
+        captured: what is kept of one attention.
+        attentions: of a decoder layer.
+        learned: what the objectives keep of it.
+        scratch: what is there once, while one window is worked on: score matrices of all heads.
+    """
+
+    hidden: int
+    captured: int
+    attentions: int
+    learned: int
+    scratch: int
+
+    @classmethod
+    def of(
+        cls, layers: AttentionLayers, recipe: Recipe, storage_dtype: torch.dtype
+    ) -> _WindowBytes:
+        dims, tokens = layers.dims, recipe.sequence_tokens
+        queries = dims.num_heads * dims.qk_head_dim * storage_dtype.itemsize
+        cached = (dims.kv_lora_rank + dims.qk_rope_head_dim) * 4
+        teacher = tokens * dims.hidden_size * 4
+        grams = min(tokens * dims.qk_rope_head_dim**2 * 4, GRAMS_BYTES // recipe.sequences)
+        return cls(
+            hidden=tokens * dims.hidden_size * storage_dtype.itemsize,
+            captured=tokens * (queries + cached),
+            attentions=len(layers.names) // len({decoder_of(n.prefix) for n in layers.names}),
+            learned=teacher + grams,
+            scratch=SCORE_MATRICES * dims.num_heads * tokens**2 * 4,
+        )
+
+    def peak(self, windows: int, workers: int, idle_bytes: int, trial_bytes: int) -> int:
+        """Return the bytes of all processes; `trial_bytes` has a decoder layer and the scratch."""
+        here = self.hidden + self.attentions * self.captured
+        if workers == 1:
+            return trial_bytes + (here + self.learned) * max(0, windows - TRIAL_WINDOWS)
+        worker = idle_bytes + self.scratch + (self.captured + self.learned) * windows
+        return trial_bytes + here * max(0, windows - TRIAL_WINDOWS) + workers * worker
 
 
 def _transform_bytes(layers: AttentionLayers, recipes: list[Recipe]) -> int:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
+from collections.abc import Iterable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,10 +12,9 @@ import torch
 
 from quantmla.calibrate.capture import Progress, capture_layers, decoder_of
 from quantmla.calibrate.data import load_windows
-from quantmla.calibrate.joint import JOINT_SEQUENCES, joint_check
-from quantmla.calibrate.methods import METHODS
+from quantmla.calibrate.layer import LayerWork
+from quantmla.calibrate.pool import calibrate_in_workers, calibration_threads
 from quantmla.calibrate.rundir import RunDir, build_manifest
-from quantmla.calibrate.workspace import LayerWorkspace
 from quantmla.checkpoint.block import new_block
 from quantmla.checkpoint.families import family_of
 from quantmla.checkpoint.fusedir import fuse_checkpoint
@@ -23,7 +23,6 @@ from quantmla.checkpoint.plan import AttentionLayers
 from quantmla.checkpoint.reader import CheckpointReader
 from quantmla.config import Recipe
 from quantmla.errors import CalibrationError
-from quantmla.files import storage_errors
 from quantmla.loading import load_tokenizer
 from quantmla.text import open_text
 from quantmla.transform.layer import LayerTransform
@@ -76,6 +75,7 @@ def run_calibration(
     run_dir: str | Path,
     *,
     resume: bool = False,
+    workers: int = 1,
     progress: Progress | None = None,
     tokenizer: Any = None,
     device: str = "cpu",
@@ -84,7 +84,9 @@ def run_calibration(
 ) -> CalibrationRun:
     """Learn the transforms of every layer for every recipe, with one decoder layer in memory.
 
-    A killed run that is resumed writes the same bytes as one that was not interrupted.
+    A killed run that is resumed writes the same bytes as one that was not interrupted. The number
+    of workers does not change them, but that of torch threads does: several workers share the
+    cores, and a worker has cores // workers threads.
 
     Args:
         source: MLA checkpoint folder, not fused.
@@ -92,6 +94,8 @@ def run_calibration(
         recipes: what to calibrate; they must agree on the windows.
         run_dir: folder for the transforms of each layer; new or empty unless `resume`.
         resume: go on with what an earlier run finished in `run_dir`.
+        workers: layers calibrated at a time; above 1 each in a process of its own, so that a script
+            needs `if __name__ == "__main__":`, and the captures of so many layers are in memory.
         progress: called with (what, units done, units in all).
         tokenizer: of the model; read from `source` when None.
         device: where layers run and transforms are trained.
@@ -103,7 +107,8 @@ def run_calibration(
 
     Raises:
         TextError: the text cannot be used.
-        CalibrationError: recipes or run folder cannot be used, or a layer overflows.
+        CalibrationError: recipes or run folder cannot be used, a layer overflows, or a worker was
+            killed.
         CheckpointError: the checkpoint or the disk.
         UnsupportedModelError: a family that is refused.
 
@@ -115,42 +120,41 @@ def run_calibration(
     first = check_recipes(recipes)
     tokenizer = tokenizer or load_tokenizer(source)
     data = load_windows(open_text(text), tokenizer, first)
-    settings = {
-        "compute_dtype": str(compute_dtype).removeprefix("torch."),
-        "storage_dtype": str(storage_dtype).removeprefix("torch."),
-        "device": device,
-        "threads": torch.get_num_threads(),
-    }
     folder = RunDir(run_dir, layers.dims.num_cache_layers)
-    with folder_lock(run_dir):
-        folder.open(build_manifest(layers, data, recipes, settings), resume)
-        todo = {
-            recipe: set(range(folder.num_layers)) - folder.finished(recipe) for recipe in recipes
+    decoders = [decoder_of(names.prefix) for names in layers.names]
+    with folder_lock(run_dir), calibration_threads(workers) as threads:
+        settings = {
+            "compute_dtype": str(compute_dtype).removeprefix("torch."),
+            "storage_dtype": str(storage_dtype).removeprefix("torch."),
+            "device": device,
+            "threads": threads,
         }
-        open_layers = set().union(*todo.values())
-        prefixes = [names.prefix for names in layers.names]
-        start = None
-        if open_layers:
-            start = folder.load_hidden(decoder_of(prefixes[min(open_layers)]))
-        report = _LayerProgress(
-            progress, folder.num_layers, len(recipes), min(open_layers, default=folder.num_layers)
-        )
+        folder.open(build_manifest(layers, data, recipes, settings), resume)
+        pending = _pending(folder, recipes)
+        report = _RunProgress(progress, folder.num_layers, len(recipes), len(pending))
         captures = capture_layers(
             source,
             data.windows.ids,
             compute_dtype=compute_dtype,
             storage_dtype=storage_dtype,
             device=device,
-            start=start,
-            skip=set(range(folder.num_layers)) - open_layers,
+            start=folder.load_hidden(decoders[min(pending)]) if pending else None,
+            skip=set(range(folder.num_layers)) - set(pending),
             on_hidden=folder.save_hidden,
             progress=report.capturing,
         )
-        pairing_cache = family_of(reader.config).rope_pairing_cache(reader.config)
-        for capture in captures:
-            pending = [recipe for recipe in recipes if capture.layer in todo[recipe]]
-            _calibrate_layer(capture, pending, folder, pairing_cache, device, report)
-            del capture  # before the next layer is recorded
+        work = LayerWork(folder, family_of(reader.config).rope_pairing_cache(reader.config), device)
+        if workers > 1:
+            steps = calibrate_in_workers(work, captures, pending, workers, threads)
+        else:
+            steps = _calibrate_here(work, captures, pending)
+        with closing(steps):  # which ends the workers
+            for layer, done in steps:
+                report.calibrating(layer, done, pending[layer])
+                if done == len(pending[layer]):
+                    del pending[layer]
+                    if pending:
+                        folder.drop_hidden(before=decoders[min(pending)])
         folder.drop_hidden()
     return CalibrationRun(Path(source), folder, tuple(recipes))
 
@@ -192,65 +196,60 @@ def check_recipes(recipes: list[Recipe]) -> Recipe:
     return recipes[0]
 
 
-def layer_seed(recipe: Recipe, layer: int) -> int:
-    """Return the seed of one layer, a function of the recipe's seed and the layer alone."""
-    digest = hashlib.sha256(f"{recipe.seed}/{layer}".encode()).digest()
-    return int.from_bytes(digest[:6], "big")
+def _pending(folder: RunDir, recipes: list[Recipe]) -> dict[int, list[Recipe]]:
+    """Return the recipes that each unfinished layer still needs."""
+    finished = {recipe: folder.finished(recipe) for recipe in recipes}
+    todo = {
+        layer: [recipe for recipe in recipes if layer not in finished[recipe]]
+        for layer in range(folder.num_layers)
+    }
+    return {layer: left for layer, left in todo.items() if left}
 
 
-def _calibrate_layer(
-    capture: LayerCapture,
-    recipes: list[Recipe],
-    folder: RunDir,
-    pairing_cache: str,
-    device: str,
-    report: _LayerProgress,
-) -> None:
-    workspaces: dict[int, LayerWorkspace] = {}
-    for number, recipe in enumerate(recipes):
-        report.calibrating(capture.layer, number, recipe)
-        seed = layer_seed(recipe, capture.layer)
-        layer = workspaces.setdefault(seed, LayerWorkspace(capture, pairing_cache, seed, device))
-        with torch.random.fork_rng():
-            torch.manual_seed(seed)
-            transform = METHODS[recipe.method](layer, recipe)
-        heldout = range(recipe.sequences, recipe.sequences + recipe.heldout_sequences)
-        transform.stats.update(
-            joint_check(
-                layer.attention(),
-                transform,
-                recipe.scheme,
-                pairing_cache,
-                heldout[:JOINT_SEQUENCES],
-            )
-        )
-        path = folder.layer_path(recipe, capture.layer)
-        with storage_errors(path):
-            transform.save(path)
-    report.calibrating(capture.layer, len(recipes), None)
+def _calibrate_here(
+    work: LayerWork, captures: Iterable[LayerCapture], pending: dict[int, list[Recipe]]
+) -> Iterator[tuple[int, int]]:
+    """Calibrate layer after layer; yield (layer, recipes of it that are done)."""
+    for capture in captures:
+        layer = capture.layer
+        for done in work.run(capture, pending[layer]):
+            yield layer, done
+        del capture  # before the next layer is recorded
 
 
-class _LayerProgress:
-    """Turns what happens inside a layer into one count over the whole run."""
+class _RunProgress:
+    """Turns what happens inside the layers into one count over the whole run.
 
-    def __init__(self, progress: Progress | None, layers: int, recipes: int, first: int) -> None:
+    Args:
+        progress: what is told, or None.
+        layers: cache layers of the model.
+        recipes: of the run; the capture of a layer counts as one more.
+        pending: layers that are not finished.
+    """
+
+    def __init__(self, progress: Progress | None, layers: int, recipes: int, pending: int) -> None:
         self.progress = progress
-        self.layers, self.parts = layers, recipes + 1  # capture counts as one recipe
-        self.before = first
+        self.layers, self.parts = layers, recipes + 1
+        self.finished = layers - pending
+        self.in_work: dict[int, int] = {}  # layer -> its units
+        self.told = 0
 
     def capturing(self, what: str, done: int, total: int) -> None:
-        self._tell(
-            what, self.before * PROGRESS_UNITS + PROGRESS_UNITS * done // total // self.parts
-        )
+        self._tell(what, PROGRESS_UNITS * done // total // self.parts)
 
-    def calibrating(self, layer: int, number: int, recipe: Recipe | None) -> None:
-        self.before = layer + (recipe is None)
+    def calibrating(self, layer: int, done: int, recipes: list[Recipe]) -> None:
         what = f"layer {layer + 1}/{self.layers}"
-        if recipe is not None:
-            what += f" {recipe.method} {recipe.scheme.name}"
-        inside = 0 if recipe is None else PROGRESS_UNITS * (number + 1) // self.parts
-        self._tell(what, self.before * PROGRESS_UNITS + inside)
+        if done == len(recipes):
+            self.in_work.pop(layer)
+            self.finished += 1
+        else:
+            left = len(recipes) - done
+            self.in_work[layer] = PROGRESS_UNITS * (self.parts - left) // self.parts
+            what += f" {recipes[done].method} {recipes[done].scheme.name}"
+        self._tell(what, 0)
 
-    def _tell(self, what: str, done: int) -> None:
+    def _tell(self, what: str, captured: int) -> None:
+        units = self.finished * PROGRESS_UNITS + sum(self.in_work.values()) + captured
+        self.told = max(self.told, units)  # a layer that is passed through is captured in vain
         if self.progress is not None:
-            self.progress(what, done, self.layers * PROGRESS_UNITS)
+            self.progress(what, self.told, self.layers * PROGRESS_UNITS)

@@ -122,8 +122,7 @@ class RunDir:
                 next_step="choose another folder",
             )
         with storage_errors(self.path):
-            for left_over in self.path.rglob(".*.tmp"):
-                left_over.unlink()
+            self.drop_left_overs()
             for name in manifest["recipes"]:
                 (self.path / name).mkdir(exist_ok=True)
             if not path.is_file():
@@ -159,11 +158,7 @@ class RunDir:
         return done
 
     def save_hidden(self, decoder: int, hidden: torch.Tensor) -> None:
-        """Keep the input [n, T, D] of a decoder layer; the one before stays until it is used up.
-
-        When layer d + 1's input exists, layer d's captures are still in work, so d's own input is
-        kept too.
-        """
+        """Keep the input [n, T, D] of a decoder layer until `drop_hidden`."""
         from safetensors import SafetensorError
         from safetensors.torch import save_file
 
@@ -180,7 +175,6 @@ class RunDir:
             finally:
                 temporary.unlink(missing_ok=True)
             fsync_folder(self.path)
-            self._drop_hidden(before=decoder - 1)
 
     def load_hidden(self, decoder: int) -> tuple[int, torch.Tensor] | None:
         """Return the latest kept (decoder layer, input) at or before one, None to start over."""
@@ -196,15 +190,20 @@ class RunDir:
                     continue  # damaged: an earlier one, or the embeddings, give the same values
         return None
 
-    def drop_hidden(self) -> None:
-        """Remove all kept inputs, at the end of a run."""
-        with storage_errors(self.path):
-            self._drop_hidden(before=None)
+    def drop_hidden(self, before: int | None = None) -> None:
+        """Remove the kept inputs of all decoder layers, or of those before one.
 
-    def _drop_hidden(self, before: int | None) -> None:
-        for path in self.path.glob("hidden-*.safetensors"):
-            if before is None or path.name < self._hidden_path(before).name:
-                path.unlink()
+        A layer's own input is needed until the layer is finished, not only captured.
+        """
+        with storage_errors(self.path):
+            for path in self.path.glob("hidden-*.safetensors"):
+                if before is None or path.name < self._hidden_path(before).name:
+                    path.unlink()
+
+    def drop_left_overs(self) -> None:
+        """Remove what killed processes were writing; no other process may be at work here."""
+        for path in self.path.rglob(".*.tmp"):
+            path.unlink()
 
     def _hidden_path(self, decoder: int) -> Path:
         return self.path / f"hidden-{decoder:04d}.safetensors"

@@ -14,6 +14,7 @@ from quantmla.cli.common import (
     Quiet,
     Resume,
     Verbose,
+    Workers,
     emit,
     print_fields,
     resumable,
@@ -45,6 +46,7 @@ def calibrate(
         Path | None, typer.Option("--run", help="Folder of finished layers; OUT.run by default.")
     ] = None,
     device: Annotated[str, typer.Option("--device", help="Torch device.")] = "cpu",
+    workers: Workers = None,
     seed: Annotated[int | None, typer.Option("--seed", min=0, help="Seed of the recipe.")] = None,
     resume: Resume = False,
     dry_run: DryRun = False,
@@ -67,18 +69,26 @@ def calibrate(
     from quantmla.text import open_text
 
     check_device(device)
+    workers = workers or 1
     built = build_recipe(recipe, settings or [], scheme=scheme, method=method, seed=seed)
     run_dir = run_dir or out.with_name(f"{out.name}.run")
     if dry_run:
         load_windows(open_text(text), load_tokenizer(model), built)  # is the text long enough
-        emit(estimate_run(model, [built], device=device), as_json, print_fields)
+        emit(estimate_run(model, [built], workers=workers, device=device), as_json, print_fields)
         return
     refuse_out(model, out)  # now, not after the calibration
     refuse_run(model, out, run_dir)
     with resumable():
         with progress("calibrate") as tell:
             run = run_calibration(
-                model, text, [built], run_dir, resume=resume, progress=tell, device=device
+                model,
+                text,
+                [built],
+                run_dir,
+                resume=resume,
+                workers=workers,
+                progress=tell,
+                device=device,
             )
         say("fusing")
         run.fuse(built, out)

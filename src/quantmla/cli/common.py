@@ -44,6 +44,15 @@ DryRun = Annotated[
 ]
 Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of every random choice.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on from what an earlier run finished.")]
+Workers = Annotated[
+    int | None,
+    typer.Option(
+        "--workers",
+        min=1,
+        help="Layers calibrated at a time, each in a process of its own with its share of the "
+        "cores. 1 by default; the demo takes 2 where a CPU has two cores.",
+    ),
+]
 Out = Annotated[Path, typer.Option("--out", "-o", help="Folder to write; must be new or empty.")]
 
 

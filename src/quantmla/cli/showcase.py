@@ -14,6 +14,7 @@ from quantmla.cli.common import (
     Resume,
     Seed,
     Verbose,
+    Workers,
     emit,
     print_fields,
     resumable,
@@ -24,14 +25,25 @@ from quantmla.cli.common import (
 
 def demo(
     out: Annotated[
-        Path, typer.Option("--out", "-o", help="Folder for models, metrics.json and report.html.")
-    ] = Path("runs/demo"),
+        Path | None,
+        typer.Option(
+            "--out",
+            "-o",
+            help="Folder for models, metrics.json and report.html; runs/demo by default, and "
+            "runs/results with --full.",
+        ),
+    ] = None,
     model: Annotated[
         Path | None,
         typer.Option("--model", help="MLA or SmolLM2 checkpoint instead of the download."),
     ] = None,
     full: Annotated[
-        bool, typer.Option("--full", help="Score 8,192 tokens in windows of 512, 1024 and 2048.")
+        bool,
+        typer.Option(
+            "--full",
+            help="Calibrate with a longer recipe, and score 8,192 tokens in windows of 512, 1024 "
+            "and 2048.",
+        ),
     ] = False,
     window: Annotated[
         list[int] | None, typer.Option("--window", min=2, help="Window length in tokens; repeat.")
@@ -47,6 +59,7 @@ def demo(
         bool, typer.Option("--keep-all", help="Keep the folders of the baselines too.")
     ] = False,
     device: Annotated[str, typer.Option("--device", help="Torch device.")] = "cpu",
+    workers: Workers = None,
     seed: Seed = 0,
     dry_run: DryRun = False,
     resume: Resume = False,
@@ -61,19 +74,20 @@ def demo(
     """
     from quantmla.cli.progress import progress
     from quantmla.cli.recipes import change_recipe
-    from quantmla.demo import DEMO_RECIPE, FULL, QUICK, Demo, estimate_demo, run_demo
+    from quantmla.demo import FULL, QUICK, Demo, default_workers, estimate_demo, run_demo
 
     scope = FULL if full else QUICK
     plan = Demo(
-        out=out,
+        out=out or Path("runs", "results" if full else "demo"),
         model=model,
-        recipe=change_recipe(DEMO_RECIPE, recipe, settings or []),
+        recipe=change_recipe(scope["recipe"], recipe, settings or []),
         windows=tuple(window) if window else scope["windows"],
         tokens=tokens or scope["tokens"],
         expanded=scope["expanded"],
         keep_all=keep_all,
         seed=seed,
         device=device,
+        workers=workers or default_workers(device),
     )
     if dry_run:
         emit(estimate_demo(plan), as_json, print_fields)

@@ -83,7 +83,8 @@ def score(
         ids = windows.ids[first : first + settings.batch]
         cache = new_cache(subject, settings)
         for start, logprobs in _chunks(model, ids, cache, settings):
-            if not bool(torch.isfinite(logprobs).all()):
+            extremes = torch.stack(torch.aminmax(logprobs))  # a NaN is both of them; 20x isfinite
+            if not bool(extremes.isfinite().all()):
                 raise EvaluationError(
                     "the logits are not finite",
                     where=f"{subject.method}, window {first}, from token {start}",
