@@ -71,12 +71,29 @@ def write_part(result: dict) -> str:
     return _table(head, rows, left=1) + "\n\n" + _measured_with(result["manifest"])
 
 
+def memory_part(result: dict) -> str:
+    """One row a scheme and context: bytes taken, accounted, in BF16, and the ratio."""
+    names = ("allocated_bytes", "accounted_bytes", "bf16_bytes")
+    head = ["scheme", "tokens of a request", "allocated", "accounted", "BF16", "ratio"]
+    rows = [
+        [
+            row["scheme"].upper(),
+            f"{row['context']:,}",
+            *(f"{row[name]:,}" for name in names),
+            _number(row["ratio"], ".2f"),
+        ]
+        for row in result["rows"]
+    ]
+    return _table(head, rows, left=1) + "\n\n" + _measured_with(result["manifest"])
+
+
 # (page, name of its markers, committed file, how it is rendered)
 PARTS: list[tuple[str, str, Path, Callable[[dict], str]]] = [
     ("README.md", "results", METRICS, readme_part),
     ("docs/results.md", "results", METRICS, results_part),
     ("docs/performance.md", "decode", RESULTS / "h200" / "decode.json", decode_part),
     ("docs/performance.md", "write", RESULTS / "h200" / "write.json", write_part),
+    ("docs/performance.md", "memory", RESULTS / "h200" / "memory.json", memory_part),
 ]
 
 

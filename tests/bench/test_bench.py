@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from quantmla.bench.decode import Point, run_decode
+from quantmla.bench.memory import run_memory
 from quantmla.bench.peers import load_peers
 from quantmla.bench.result import finish
 from quantmla.bench.write import run_write
@@ -76,3 +77,18 @@ def test_every_architecture_has_a_launch():
                 launch = launch_of(kernel, rows, capability)
                 assert launch.rows in (16, 32)
                 assert 64 % launch.tile_tokens == 0
+
+
+def test_memory_of_a_paged_cache_is_what_is_accounted():
+    for row in run_memory(["c4r4", "c2r4"], [4096], layers=2, requests=1, device="cpu"):
+        assert row["allocated_bytes"] == row["accounted_bytes"]
+        assert row["ratio"] >= {"c4r4": 3.25, "c2r4": 5.0}[row["scheme"]]
+
+
+@pytest.mark.gpu
+def test_memory_on_the_device_is_what_is_accounted():
+    rows = run_memory(["c4r4", "c2r4"], [4096, 131072], layers=3, requests=2, device="cuda")
+    for row in rows:
+        assert abs(row["allocated_bytes"] / row["accounted_bytes"] - 1) <= 0.01
+    for row, bound in zip(rows, (3.25, 3.6, 5.0, 5.9), strict=True):
+        assert row["ratio"] >= bound

@@ -58,8 +58,9 @@ def run_decode(
         rounds: interleaved bursts of each kernel.
         seed: of the random cache.
         tell: called with (what, done, total).
-    Returns: one row a point: kernel, scheme, h, s_q, batch, context, ours_us, bf16_us, ratio (the
-        faster library's time over ours) and error (relative, against float64; None if unchecked).
+    Returns: one row a point: kernel, scheme, h, s_q, batch, context, ours_us, pool_doubled_us (the
+        same in a pool twice as large), bf16_us, ratio (the faster library's time over ours) and
+        error (relative, against float64; None if unchecked).
     Raises: KernelUnavailableError without a GPU that runs the kernels.
     Source: own.
     """
@@ -87,7 +88,8 @@ def _measure(point: Point, peers: dict[str, Callable], rounds: int, seed: int) -
     layout = attention_layout(RANK, ROPE, scheme.content_bits, scheme.rope_bits)
     sets = min(8, 1 + 2 * L2_BYTES // max(1, tokens * layout.token_bytes))
     ours = [_packed_call(point, scheme, seed + i) for i in range(sets)]
-    calls = {"ours": [call for call, _ in ours]}
+    doubled = [_packed_call(point, scheme, seed + i, pool_factor=2) for i in range(sets)]
+    calls = {"ours": [call for call, _ in ours], "doubled": [call for call, _ in doubled]}
     exact = sets if tokens * 1152 < L2_BYTES else 1
     caches = [_bf16_cache(point, seed + i) for i in range(exact)]
     for name, prepare in peers.items():
@@ -105,6 +107,7 @@ def _measure(point: Point, peers: dict[str, Callable], rounds: int, seed: int) -
         "batch": point.batch,
         "context": point.context,
         "ours_us": times["ours"],
+        "pool_doubled_us": times["doubled"],
         "bf16_us": bf16_us,
         "ratio": min(bar) / times["ours"] if bar else None,
         "error": ours[0][1]() if point.context <= CHECKED_TOKENS else None,
@@ -112,13 +115,16 @@ def _measure(point: Point, peers: dict[str, Callable], rounds: int, seed: int) -
 
 
 def _packed_call(
-    point: Point, scheme: KVScheme, seed: int
+    point: Point, scheme: KVScheme, seed: int, pool_factor: int = 1
 ) -> tuple[Callable[[], Tensor], Callable[[], float]]:
-    """Return a decode call on a random packed cache, and one that measures its error."""
+    """Return a decode call on a random packed cache, and one that measures its error.
+
+    The pages of the requests lie scattered over a pool `pool_factor` times as large.
+    """
     generator = torch.Generator("cuda").manual_seed(seed)
     layout = attention_layout(RANK, ROPE, scheme.content_bits, scheme.rope_bits)
     n_pages = -(-point.context // PAGE_TOKENS)
-    n_blobs = point.batch * n_pages
+    n_blobs = pool_factor * point.batch * n_pages
     pages = torch.randint(
         0, 256, (n_blobs, layout.page_bytes), dtype=torch.uint8, device="cuda", generator=generator
     )
@@ -135,6 +141,7 @@ def _packed_call(
         dtype=torch.bfloat16, generator=generator,
     )  # fmt: skip
     table = torch.randperm(n_blobs, device="cuda", generator=generator).to(torch.int32)
+    table = table[: point.batch * n_pages]
     query = torch.randn(
         point.batch, point.queries, point.heads, RANK + ROPE, device="cuda",
         dtype=torch.bfloat16, generator=generator,

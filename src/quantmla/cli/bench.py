@@ -1,4 +1,4 @@
-"""Verbs that time kernels: bench decode and bench write."""
+"""Verbs that measure kernels and caches: bench decode, bench write, bench memory."""
 
 from __future__ import annotations
 
@@ -80,6 +80,33 @@ def write(
     emit(finish(rows, seed, out), as_json, _print_write)
 
 
+@app.command("memory")
+def memory(
+    scheme: Annotated[list[str] | None, typer.Option("--scheme", help="As c4r4; repeat.")] = None,
+    context: Annotated[list[int] | None, typer.Option("--context", min=1, help="Repeat.")] = None,
+    layers: Annotated[int, typer.Option("--layers", min=1, help="Cache layers.")] = 27,
+    requests: Annotated[int, typer.Option("--requests", min=1, help="That fit at once.")] = 4,
+    device: Annotated[str, typer.Option("--device", help="Torch device.")] = "cuda",
+    out: Result = None,
+    as_json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """What a paged cache takes on the device, beside its accounting and beside BF16."""
+    from quantmla.bench.memory import run_memory
+    from quantmla.bench.result import finish
+    from quantmla.loading import check_device
+
+    check_device(device)
+    rows = run_memory(
+        scheme or ["c4r4", "c2r4"],
+        context or [4096, 131072],
+        layers=layers,
+        requests=requests,
+        device=device,
+    )
+    emit(finish(rows, 0, out, device), as_json, _print_memory)
+
+
 def _point(text: str) -> tuple[int, int]:
     batch, cross, context = text.partition("x")
     if not (cross and batch.isdecimal() and context.isdecimal() and int(batch) and int(context)):
@@ -108,3 +135,9 @@ def _print_write(result: dict) -> None:
     columns = ["scheme", "tokens", "us", "moved_bytes", "tb_s", "copy_tb_s"]
     rows = [[row[name] for name in columns] for row in result["rows"]]
     table("Writer, median of interleaved bursts", columns, rows)
+
+
+def _print_memory(result: dict) -> None:
+    columns = ["scheme", "context", "allocated_bytes", "accounted_bytes", "bf16_bytes", "ratio"]
+    rows = [[row[name] for name in columns] for row in result["rows"]]
+    table("Paged cache", columns, rows)

@@ -113,7 +113,10 @@ def launch(
     return out, lse
 
 
-@triton.jit
+# Sizes of a call are not compiled in: a batch or a head count of its own needs no new kernel.
+@triton.jit(
+    do_not_specialize=["queries", "heads", "parts", "split_blobs", "table_stride", "ring_tokens"]
+)
 def decode_parts(
     q_latent, q_rope, words, scales, zeros, rows, block_table, seq_lens, row_slots, out, lse,
     queries, heads, parts, split_blobs, blob_stride_bytes, slot_stride, table_stride, ring_tokens,
@@ -237,7 +240,7 @@ def _packed(
     tl.store(lse, top + tl.log2(total), mask=in_range)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["parts"])
 def merge_parts(
     out_parts, lse_parts, out, lse, parts, R: tl.constexpr, COLUMNS: tl.constexpr,
     CHUNK: tl.constexpr,

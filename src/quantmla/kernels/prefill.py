@@ -89,7 +89,8 @@ def launch(
     return out, lse
 
 
-@triton.jit
+# Sizes of a call are not compiled in: a head count of its own needs no new kernel.
+@triton.jit(do_not_specialize=["heads", "table_stride", "ring_tokens"])
 def prefill_rows(
     q_latent, q_rope, new_rows, words, scales, zeros, rows, block_table, seq_lens, row_slots,
     starts, out, lse, heads, blob_stride_bytes, slot_stride, table_stride, ring_tokens, scale_log2,
