@@ -41,6 +41,28 @@ class Point:
     context: int
 
 
+# What docs/performance.md shows.
+SUITE = [
+    *(
+        Point("c4r4", 16, 1, batch, context)
+        for batch, context in (
+            (1, 16384),
+            (1, 65536),
+            (8, 4096),
+            (8, 16384),
+            (8, 131072),
+            (32, 4096),
+            (32, 16384),
+            (128, 16384),
+        )
+    ),
+    *(Point("c2r4", 16, 1, batch, 16384) for batch in (8, 32, 128)),
+    *(Point(name, 16, 1, 32, 16384) for name in ("c3r4", "c4r8", "c8r8", "c4r16")),
+    Point("c4r4", 16, 2, 32, 16384),
+    *(Point("c4r4", heads, 1, 32, 16384) for heads in (8, 20, 32, 64, 128)),
+]
+
+
 def run_decode(
     points: list[Point],
     *,

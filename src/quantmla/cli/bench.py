@@ -25,6 +25,9 @@ def decode(
     queries: Annotated[
         list[int] | None, typer.Option("--queries", min=1, max=8, help="New tokens; repeat.")
     ] = None,
+    suite: Annotated[
+        bool, typer.Option("--suite", help="The points of docs/performance.md.")
+    ] = False,
     flashmla: Annotated[
         Path | None, typer.Option("--flashmla", help="Library of FlashMLA to measure against.")
     ] = None,
@@ -42,7 +45,7 @@ def decode(
 
     The ratio is the time of the faster library (FlashMLA or FlashAttention-3) over ours.
     """
-    from quantmla.bench.decode import Point, run_decode
+    from quantmla.bench.decode import SUITE, Point, run_decode
     from quantmla.bench.result import finish
     from quantmla.cli.progress import progress
 
@@ -54,6 +57,8 @@ def decode(
         for s_q in queries or [1]
         for batch, context in sizes
     ]
+    if suite:
+        points = SUITE
     with progress("decode") as tell:
         rows = run_decode(points, flashmla=flashmla, fa3=fa3, rounds=rounds, seed=seed, tell=tell)
     emit(finish(rows, seed, out), as_json, _print_decode)
