@@ -5,6 +5,7 @@ import importlib.util
 import json
 import re
 import shlex
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -142,7 +143,18 @@ def test_python_compiles_and_imports_what_exists(code):
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module.split(".")[0] == "quantmla":
             module = importlib.import_module(node.module)
-            assert [alias.name for alias in node.names if not hasattr(module, alias.name)] == []
+            names = [alias.name for alias in node.names if not hasattr(module, alias.name)]
+            assert [name for name in names if not find_spec(f"{node.module}.{name}")] == []
+
+
+def test_the_example_of_the_paged_cache_runs(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    (code,) = [code for name, code in FENCE.findall(TEXTS["docs/paged.md"]) if name == "python"]
+    seen = {}
+    exec(compile(code, "docs/paged.md", "exec"), seen)
+    assert seen["out"].shape == (1, 1, 16, 512)
+    assert seen["out"].isfinite().all()
+    assert seen["lse"].isfinite().all()
 
 
 @pytest.mark.parametrize("code", fences("yaml"))
