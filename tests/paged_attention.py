@@ -57,7 +57,15 @@ class Sequences:
                 torch.zeros(1, dtype=torch.int64, device=self.device), None, None,
                 *self.bits, self.sink,
             )  # fmt: skip
+            self._scramble(plan.slot_mapping)
         return new, before
+
+    def _scramble(self, index):
+        """Change the codes of tokens, so that a packed row has nothing to do with its BF16 row."""
+        plane = self.layout.plane("content")
+        column = torch.arange(plane.row_bytes, device=self.device)
+        at = plane.offset_bytes + (index % 64)[:, None] * plane.row_bytes + column
+        self.pages[(index // 64)[:, None], at] ^= 0x5A
 
     def tables(self):
         """Block table with pages that do not exist behind each sequence, lengths, row slots."""
@@ -108,7 +116,7 @@ def prefill_both(cache, counts, heads, *, seed=1):
     most = max(counts)
     have = attention.prefill(*q, new, cache.pages, before, *tables, bounds, *settings, most, *last)
     want = attention_reference.prefill(
-        *q, new, cache.pages, before, *tables, bounds, *settings, last[0], most, last[1]
+        *q, new, cache.pages, before, *tables, bounds, *settings, most, *last
     )  # fmt: skip
     return have, want
 
@@ -118,7 +126,7 @@ def assert_close(have, want, device):
 
     The interpreter cuts BF16 instead of rounding it, so weights are up to 2**-8 too small there.
     """
-    bound, lse_bound = (2e-2, 2e-2) if device == "cpu" else (2e-3, 1e-3)
+    bound, lse_bound = (1e-2, 2e-2) if device == "cpu" else (2e-3, 1e-3)
     live = want[1] > float("-inf")
     assert torch.equal(live, have[1] > float("-inf"))
     assert not have[0][~live].any()

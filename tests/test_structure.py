@@ -40,7 +40,7 @@ MAY_IMPORT = {
 MAY_IMPORT_ANYTHING = ("cli", "demo", "__main__")
 TRANSFORMERS_IN = ("loading", "calibrate.capture", "convert", "engine", "evaluate")
 # Triton kernels; nothing else imports triton, or one of them before it runs.
-KERNEL_FILES = ("codes", "decode", "gather", "prefill", "tile", "tiles", "unpack", "write")
+KERNEL_FILES = ("codes", "common", "decode", "gather", "packed_loop", "prefill", "unpack", "write")
 TRITON_IN = ("bench.bf16_decode", *(f"kernels.{name}" for name in KERNEL_FILES))
 PUBLIC = {
     "CacheError",

@@ -22,6 +22,8 @@ def quiet(what, done, total):
 def test_without_a_gpu_nothing_is_timed():
     with pytest.raises(KernelUnavailableError, match="there is nothing to time"):
         run_decode([], flashmla=None, fa3=None, rounds=1, seed=0, tell=quiet)
+    with pytest.raises(KernelUnavailableError, match="there is nothing to time"):
+        run_write(["c4r4"], [3], rounds=1, seed=0)
 
 
 def test_a_library_that_does_not_load_is_named(tmp_path):

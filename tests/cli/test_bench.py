@@ -21,7 +21,9 @@ def test_explain_takes_sizes_from_a_model(quantmla, tmp_path):
     folder = write_tiny(tmp_path / "model", "deepseek_v3")
     code, out, _ = quantmla("explain", "--json", "--model", folder)
     assert code == 0
-    assert "kv_lora_rank is 32" in " ".join(json.loads(out)["reasons_against_triton"])
+    result = json.loads(out)
+    assert result["kernel"] is None
+    assert "kv_lora_rank is 32" in " ".join(result["reasons_against_the_format"])
 
 
 def test_env_names_the_kernels_of_each_device(quantmla):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from paged_attention import Sequences, assert_close, decode_both, prefill_both
-from quantmla.kernels import attention
+from quantmla.kernels import attention, ops
 
 pytestmark = pytest.mark.gpu
 HEADS = [1, 4, 5, 8, 10, 12, 16, 20, 32, 64, 128]
@@ -56,11 +56,24 @@ def test_two_launches_and_one_for_the_writer():
     args = arguments(cache, 16)
     attention.decode(*args)  # compiles
     torch.cuda.synchronize()
+    assert launches(lambda: attention.decode(*args)) == ["decode_parts", "merge_parts"]
+    plan = cache.cache.extend({0: 1, 1: 1})
+    new = torch.randn(2, 576, device="cuda").bfloat16()
+    count = torch.zeros(1, dtype=torch.int64, device="cuda")
+    write = (plan.slot_mapping, plan.positions, plan.row_slots, plan.seq_ends, count, None, None)
+    tokens = (new[:, :512], new[:, 512:], cache.pages, cache.rows, *write, 4, 4, cache.sink)
+    ops.write(*tokens)
+    assert launches(lambda: ops.write(*tokens)) == ["write_kernel"]
+
+
+def launches(call):
+    """Names of the kernels that a call launches."""
+    torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        attention.decode(*args)
+        call()
         torch.cuda.synchronize()
-    kernels = [e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-    assert sorted(kernels) == ["decode_parts", "merge_parts"]
+    events = profile.events()
+    return sorted(e.name for e in events if e.device_type == torch.autograd.DeviceType.CUDA)
 
 
 def test_a_graph_follows_lengths_that_change():

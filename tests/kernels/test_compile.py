@@ -16,7 +16,7 @@ import quantmla.kernels.ops
 assert "triton" not in sys.modules, "the ops import triton before they need it"
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from quantmla.kernels import gather, tiles, write
+from quantmla.kernels import common, gather, write
 
 POINTERS = {
     "latent": "bf16", "k_rope": "bf16", "rows": "bf16", "out": "bf16", "pages": "u8",
@@ -49,7 +49,7 @@ def build(kernel, arch, warps, values):
         "integer conversions": ptx.count("cvt.rn.f32.s32"),
     }
 
-sizes = tiles.constants(512, 64, 4, 4)
+sizes = common.constants(512, 64, 4, 4)
 no_clip = {"content_clip_ptr": None, "rope_clip_ptr": None}
 results = {}
 for arch in 80, 90, 100:
@@ -57,7 +57,7 @@ for arch in 80, 90, 100:
     results[f"write {arch}"] = build(write.write_kernel, arch, 2, values)
     values = sizes | {"BLOCK_TOKENS": 4, "PAGE": 64}
     results[f"gather {arch}"] = build(gather.gather_kernel, arch, 4, values)
-other = tiles.constants(256, 32, 3, 8) | {"BLOCK_TOKENS": 2}
+other = common.constants(256, 32, 3, 8) | {"BLOCK_TOKENS": 2}
 results["write c3r8"] = build(write.write_kernel, 90, 2, other)
 print(json.dumps(results))
 """

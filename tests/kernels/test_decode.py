@@ -61,14 +61,19 @@ def test_no_window_and_no_sinks(device):
 
 
 def test_batch_mates_do_not_change_a_bit(device):
-    """With parts of a fixed size a sequence has the same result alone and beside longer ones."""
-    cache = written([201, 260, 133], rank=64, device=device)
+    """With parts of a fixed size a sequence has the same result alone and beside longer ones.
+
+    The order of a sum shows on a GPU only: the interpreter adds parts one after the other.
+    """
+    lengths = [330, 400, 133] if device == "cpu" else [400, 900, 133]
+    cache = written(lengths, rank=64, device=device)
     q_latent, q_rope = cache.queries(3, 1, 2)
     table, lens, slots = cache.tables()
-    settings = (cache.scale, *cache.formats, 64, 128)
+    settings = (cache.scale, *cache.formats, 64, 64)
     pool = (cache.pages, cache.rows)
     whole = attention.decode(q_latent, q_rope, *pool, table, lens, slots, *settings)
-    for b, columns in ((0, 4), (1, 5), (2, 3)):
+    for b, length in enumerate(lengths):
+        columns = -(-length // 64)
         one = slice(b, b + 1)
         alone = attention.decode(
             q_latent[one], q_rope[one], *pool,
@@ -97,6 +102,7 @@ def test_the_reference_agrees_with_the_cache_of_the_transformers_engine():
     cache = Sequences([150], rank=64, slack=0)
     layer = LatentLayer(cache.layout)
     new, _ = cache.append([150])
+    cache._scramble(torch.arange(150))  # back to what was written
     layer.append(new[None, :-1, :64], new[None, :-1, 64:])
     rows = layer.append(new[None, -1:, :64], new[None, -1:, 64:])
     q_latent, q_rope = cache.queries(1, 1, 2)
@@ -107,6 +113,55 @@ def test_the_reference_agrees_with_the_cache_of_the_transformers_engine():
     )  # fmt: skip
     assert torch.allclose(have[0].transpose(1, 2), want, atol=1e-5)
     assert torch.allclose(have[1].transpose(1, 2), lse, atol=1e-5)
+
+
+@pytest.mark.parametrize(("batch", "queries", "heads"), [(0, 1, 2), (2, 0, 2), (2, 1, 0)])
+def test_nothing_to_do(device, batch, queries, heads):
+    cache = written([140, 70], rank=64, device=device)
+    q = cache.queries(batch, queries, heads)
+    tables = [x[:batch].contiguous() for x in cache.tables()]
+    settings = (cache.scale, *cache.formats, 64, 0, torch.float32)
+    for decode in (attention.decode, attention_reference.decode):
+        out, lse = decode(*q, cache.pages, cache.rows, *tables, *settings)
+        assert out.shape == (batch, queries, heads, 64)
+        assert lse.shape == (batch, queries, heads)
+
+
+def test_too_many_parts_are_refused():
+    from quantmla.kernels.decode import MOST_PARTS, _check_parts
+
+    _check_parts(100, 16 * 512, 64)
+    with pytest.raises(CacheError, match="raise split_tokens"):
+        _check_parts(MOST_PARTS + 1, 1, 64)
+    with pytest.raises(CacheError, match="bytes of partial results"):
+        _check_parts(2049, 128 * 16 * 512, 64)
+
+
+def test_two_devices_are_refused():
+    cache = written([10], rank=64)
+    q, tables = cache.queries(1, 1, 2), cache.tables()
+    with pytest.raises(CacheError, match="meta"):
+        attention.decode(
+            *q, cache.pages, cache.rows.to("meta"), *tables, cache.scale, *cache.formats
+        )
+
+
+def test_the_fake_knows_the_type_of_the_output():
+    cache = written([10], rank=64)
+    args = [x.to("meta") for x in (*cache.queries(1, 1, 2), cache.pages, cache.rows)]
+    args += [x.to("meta") for x in cache.tables()]
+    settings = (cache.scale, *cache.formats, 64, 0)
+    assert attention.decode(*args, *settings, torch.float32)[0].dtype == torch.float32
+    assert attention.decode(*args, *settings, out_dtype=torch.float32)[0].dtype == torch.float32
+    assert attention.decode(*args, *settings)[0].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("bits", [(2, 4), (3, 4)])
+def test_a_latent_too_narrow_for_a_product_is_refused(bits):
+    cache = Sequences([10], rank=64, bits=bits)
+    args = (*cache.queries(1, 1, 2), cache.pages, cache.rows, *cache.tables())
+    with pytest.raises(KernelUnavailableError, match="not a power of two from 128 to 512"):
+        attention.decode(*args, cache.scale, *cache.formats)
 
 
 def test_bad_arguments_are_named_together():

@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 from quantmla.bench.peers import PAGE_TOKENS, BF16Cache, load_peers
-from quantmla.bench.timing import interleaved
+from quantmla.bench.timing import interleaved, require_gpu
 from quantmla.config import KVScheme
-from quantmla.errors import KernelUnavailableError
 from quantmla.kernels import attention, attention_reference
-from quantmla.kernels.support import attention_layout, implementation
+from quantmla.kernels.support import attention_layout
 
 RANK, ROPE = 512, 64
 L2_BYTES = 60 << 20
@@ -86,14 +85,7 @@ def run_decode(
     Raises: KernelUnavailableError without a GPU that runs the kernels.
     Source: own.
     """
-    name, reasons = implementation("cuda" if torch.cuda.is_available() else "cpu")
-    if name != "triton":
-        raise KernelUnavailableError(
-            "there is nothing to time",
-            where="quantmla bench",
-            expected="an NVIDIA GPU on which Triton runs",
-            got="; ".join(reasons),
-        )
+    require_gpu()
     peers = load_peers(flashmla, fa3)
     rows = []
     for number, point in enumerate(points):
@@ -108,12 +100,11 @@ def _measure(point: Point, peers: dict[str, Callable], rounds: int, seed: int) -
     scheme = KVScheme.parse(point.scheme)
     tokens = point.batch * point.context
     layout = attention_layout(RANK, ROPE, scheme.content_bits, scheme.rope_bits)
-    sets = min(8, 1 + 2 * L2_BYTES // max(1, tokens * layout.token_bytes))
+    sets = _sets(tokens * layout.token_bytes)
     ours = [_packed_call(point, scheme, seed + i) for i in range(sets)]
     doubled = [_packed_call(point, scheme, seed + i, pool_factor=2) for i in range(sets)]
     calls = {"ours": [call for call, _ in ours], "doubled": [call for call, _ in doubled]}
-    exact = sets if tokens * 1152 < L2_BYTES else 1
-    caches = [_bf16_cache(point, seed + i) for i in range(exact)]
+    caches = [_bf16_cache(point, seed + i) for i in range(_sets(tokens * 2 * (RANK + ROPE)))]
     for name, prepare in peers.items():
         made = [prepare(cache) for cache in caches]
         if made[0] is not None:
@@ -134,6 +125,11 @@ def _measure(point: Point, peers: dict[str, Callable], rounds: int, seed: int) -
         "ratio": min(bar) / times["ours"] if bar else None,
         "error": ours[0][1]() if point.context <= CHECKED_TOKENS else None,
     }
+
+
+def _sets(n_bytes: int) -> int:
+    """How many inputs of so many bytes a burst goes through, so that none stays in the L2 cache."""
+    return 1 if n_bytes >= 4 * L2_BYTES else 1 + -(-2 * L2_BYTES // n_bytes)
 
 
 def _packed_call(

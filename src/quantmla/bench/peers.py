@@ -50,12 +50,17 @@ def load_peers(flashmla: Path | None, fa3: Path | None) -> dict[str, Callable]:
     Source: own.
     """
     peers: dict[str, Callable] = {}
-    for name, path, prepare in (("flashmla", flashmla, _flashmla), ("fa3", fa3, _fa3)):
+    for name, path, namespace, needed, prepare in (
+        ("flashmla", flashmla, "flash_mla_legacy", ("dense_decode_fwd",), _flashmla),
+        ("fa3", fa3, "_vllm_fa3_C", ("fwd", "get_scheduler_metadata"), _fa3),
+    ):
         if path is None:
             continue
         try:
             torch.ops.load_library(str(path))
-        except OSError as error:
+            for function in needed:
+                getattr(getattr(torch.ops, namespace), function)
+        except (OSError, AttributeError) as error:
             raise KernelUnavailableError(
                 "a library to measure against does not load",
                 where=path,

@@ -8,9 +8,29 @@ from collections.abc import Callable
 
 import torch
 
+from quantmla.errors import KernelUnavailableError
+from quantmla.kernels.support import implementation
+
 BURST_S = 2e-3  # long against the clock of events, short against the heat of a burst
 PAUSE_S = 3e-3
 MOST_CALLS = 64
+
+
+def require_gpu() -> None:
+    """Refuse to time anything where the kernels do not run.
+
+    Raises: KernelUnavailableError with every reason.
+    Source: own.
+    """
+    name, reasons = implementation("cuda" if torch.cuda.is_available() else "cpu")
+    if name != "triton":
+        raise KernelUnavailableError(
+            "there is nothing to time",
+            where="quantmla bench",
+            expected="an NVIDIA GPU on which Triton runs",
+            got="; ".join(reasons),
+            next_step="run it on such a machine; quantmla env says what this one has",
+        )
 
 
 def interleaved(calls: dict[str, list[Callable[[], object]]], rounds: int) -> dict[str, float]:

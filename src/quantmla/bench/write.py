@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from quantmla.bench.timing import interleaved
+from quantmla.bench.timing import interleaved, require_gpu
 from quantmla.config import KVScheme
 from quantmla.kernels import ops
 from quantmla.kernels.support import page_layout
@@ -26,8 +26,10 @@ def run_write(schemes: list[str], sizes: list[int], *, rounds: int, seed: int) -
         seed: of the numbers.
     Returns: one row a scheme and size: tokens, us, bytes read and written, TB/s, and the TB/s of a
         plain copy of as many bytes in the same run.
+    Raises: KernelUnavailableError without a GPU that runs the kernels.
     Source: own.
     """
+    require_gpu()
     rows = []
     for scheme in schemes:
         for tokens in sizes:

@@ -236,8 +236,8 @@ class PagedLatentCache:
                 f" with slack_tokens={self.pools.slack_tokens},"
                 f" or at most {self.pools.sink_tokens}",
                 tokens,
-                f"compute the request again, or create the cache with slack_tokens="
-                f"{state.tokens - tokens} or more",
+                f"compute the request again, or create the cache with more than"
+                f" {self.pools.slack_tokens} slack_tokens",
                 where=where,
             )
         keep = self.pools.pages_for(tokens)
@@ -260,7 +260,8 @@ class PagedLatentCache:
                 only pages are read.
         Returns: ReadPlan.
         Raises: CacheError for an unknown request, or if BF16 rows which these queries read were
-            overwritten: with slack_tokens >= query_tokens - 1 that cannot happen.
+            overwritten. With slack_tokens >= query_tokens - 1 that happens only after truncate,
+            until as many tokens as were rolled back were given again.
         """
         states = [self.state(request, "read") for request in requests]
         for request, state in zip(requests, states, strict=True):
@@ -271,7 +272,7 @@ class PagedLatentCache:
                     f"the last {self.pools.window_tokens + query_tokens - 1} rows"
                     f" in a ring of {self.pools.ring_tokens}",
                     f"rows from position {state.intact_from} of {state.tokens}",
-                    "extend by fewer tokens at a time, or create the cache with more slack_tokens",
+                    "use fewer queries, or create the cache with more slack_tokens",
                     where=f"PagedLatentCache.read, request {request!r}",
                 )
         return read_plan(states, self.pools.page_tokens, self.pools.device)

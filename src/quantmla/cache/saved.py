@@ -177,6 +177,7 @@ def load_requests(cache: PagedLatentCache, path: str | Path) -> dict[Hashable, i
     """
     from safetensors import SafetensorError, safe_open
 
+    damaged = (SafetensorError, ValueError, KeyError, TypeError, AttributeError, RecursionError)
     try:
         with safe_open(path, framework="pt") as file:
             meta = json.loads(file.metadata()["quantmla_cache"])
@@ -190,13 +191,16 @@ def load_requests(cache: PagedLatentCache, path: str | Path) -> dict[Hashable, i
             _read_data(cache.pools, file, contents, digest)
             if digest.hexdigest() != expected:
                 raise ValueError(f"sha256 {digest.hexdigest()}, not {expected}")
-    except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, *damaged) as error:
+        kept = isinstance(error, OSError)
         raise CacheError(
             "a saved cache cannot be read",
             where=path,
             expected="a complete file of PagedLatentCache.save",
             got=f"{type(error).__name__}: {error}",
-            next_step="delete the file and compute the tokens again",
+            next_step="check the path and its permissions"
+            if kept
+            else "delete the file and compute the tokens again",
         ) from error
     cache.allocator.take(len(contents.pages))
     for state in contents.states:

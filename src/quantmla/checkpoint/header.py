@@ -57,7 +57,7 @@ def read_json(path: Path) -> dict:
         raise CheckpointError(
             f"{path.name} is missing", where=path.parent, next_step="download the file"
         ) from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(
             f"{path.name} cannot be read", where=path, expected="one JSON object", got=error
         ) from error

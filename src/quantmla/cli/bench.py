@@ -58,6 +58,8 @@ def decode(
         for batch, context in sizes
     ]
     if suite:
+        if scheme or heads or point or queries:
+            raise typer.BadParameter("--suite has points of its own: leave the others out")
         points = SUITE
     with progress("decode") as tell:
         rows = run_decode(points, flashmla=flashmla, fa3=fa3, rounds=rounds, seed=seed, tell=tell)

@@ -11,18 +11,42 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from quantmla.errors import CacheError
 from quantmla.kernels import attention_reference
 from quantmla.kernels.attention_checks import check_decode, check_prefill
 from quantmla.kernels.library import current_gpu, op
 from quantmla.kernels.support import implementation
 
 
-def _fake_attention(q_latent, *_, out_dtype=torch.bfloat16, **__) -> tuple[Tensor, Tensor]:
+def _fake_decode(
+    q_latent, q_rope, pages, rows, block_table, seq_lens, row_slots, scale, content_bits, rope_bits,
+    sink_tokens, window_tokens, page_tokens=64, split_tokens=0, out_dtype=torch.bfloat16,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return _fake_results(q_latent, out_dtype, q_rope, pages, rows, block_table, seq_lens, row_slots)
+
+
+def _fake_prefill(
+    q_latent, q_rope, new_rows, pages, rows, block_table, seq_lens, row_slots, starts, scale,
+    content_bits, rope_bits, sink_tokens, window_tokens, most_tokens, page_tokens=64,
+    out_dtype=torch.bfloat16,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    others = (q_rope, new_rows, pages, rows, block_table, seq_lens, row_slots, starts)
+    return _fake_results(q_latent, out_dtype, *others)
+
+
+def _fake_results(q_latent: Tensor, out_dtype: torch.dtype, *others: Tensor):
+    if any(tensor.device != q_latent.device for tensor in others):  # torch may pick a fake then
+        raise CacheError(
+            "the tensors of an attention op are on several devices",
+            where="quantmla::decode or prefill",
+            expected=f"all of them on {q_latent.device}",
+            got=", ".join(sorted({str(tensor.device) for tensor in others})),
+        )
     lse = q_latent.new_empty(q_latent.shape[:-1], dtype=torch.float32)
     return torch.empty_like(q_latent, dtype=out_dtype), lse
 
 
-@op(_fake_attention)
+@op(_fake_decode)
 def decode(
     q_latent: Tensor,
     q_rope: Tensor,
@@ -76,7 +100,7 @@ def decode(
         return launch(*tensors, scale, *formats, split_tokens, out_dtype)
 
 
-@op(_fake_attention)
+@op(_fake_prefill)
 def prefill(
     q_latent: Tensor,
     q_rope: Tensor,
@@ -104,23 +128,25 @@ def prefill(
         new_rows [S, R+P, bf16]: latents and rotated keys of the new tokens.
         pages [n_blobs, page_bytes, uint8]: pool; the new tokens are already in it.
         rows [n_slots, sink_tokens + ring_tokens, R+P, bf16]: BF16 rows as they were before the
-            new tokens were written, with ring_tokens >= window_tokens - 1.
+            new tokens were written (a clone made before the write), with ring_tokens >=
+            window_tokens - 1.
         block_table [B, max_pages, int32], seq_lens [B, int32], row_slots [B, int32]: as in decode.
         starts [B+1, int32]: first new token of each sequence in S, and their end.
         scale: softmax scale.
         content_bits, rope_bits, sink_tokens, window_tokens, page_tokens: as in decode.
-        most_tokens [tokens]: new tokens of the sequence that has most.
+        most_tokens [tokens]: new tokens of the sequence that has most, or a larger number; tokens
+            of a sequence beyond it get no result.
         out_dtype: bfloat16 or float32.
     Returns: out [S, H, R, out_dtype] and lse [S, H, fp32, base e].
     Raises: KernelUnavailableError for a format without kernels, CacheError for wrong tensors.
     Source: own; algorithms.md section 6.3.
     """
     tensors = (q_latent, q_rope, new_rows, pages, rows, block_table, seq_lens, row_slots, starts)
-    formats = (content_bits, rope_bits, sink_tokens, window_tokens, page_tokens)
-    check_prefill(*tensors, *formats, most_tokens, out_dtype)
+    formats = (content_bits, rope_bits, sink_tokens, window_tokens, most_tokens, page_tokens)
+    check_prefill(*tensors, *formats, out_dtype)
     if implementation(q_latent.device)[0] == "reference":
-        return attention_reference.prefill(*tensors, scale, *formats, most_tokens, out_dtype)
+        return attention_reference.prefill(*tensors, scale, *formats, out_dtype)
     from quantmla.kernels.prefill import launch
 
     with current_gpu(q_latent.device):
-        return launch(*tensors, scale, *formats, most_tokens, out_dtype)
+        return launch(*tensors, scale, *formats, out_dtype)

@@ -41,7 +41,8 @@ def check_decode(
     _check_queries(wrong, q_latent, q_rope, (batch, queries, heads))
     ring_tokens = window_tokens + queries - 1
     _check_cache(
-        wrong, rank, q_rope.shape[-1], pages, rows, block_table, seq_lens, row_slots, batch,
+        wrong, q_latent.device, rank, q_rope.shape[-1],
+        pages, rows, block_table, seq_lens, row_slots, batch,
         content_bits, rope_bits, sink_tokens, window_tokens, page_tokens, ring_tokens,
     )  # fmt: skip
     if split_tokens < 0 or split_tokens % PAGE_TOKENS:
@@ -64,8 +65,8 @@ def check_prefill(
     rope_bits: int,
     sink_tokens: int,
     window_tokens: int,
-    page_tokens: int,
     most_tokens: int,
+    page_tokens: int,
     out_dtype: torch.dtype,
 ) -> None:
     """Refuse arguments of `attention.prefill` that its kernel would misread; looks at no values.
@@ -85,7 +86,8 @@ def check_prefill(
         wrong.append("new_rows is not contiguous")
     batch = seq_lens.shape[0] if seq_lens.dim() == 1 else None
     _check_cache(
-        wrong, rank, q_rope.shape[-1], pages, rows, block_table, seq_lens, row_slots, batch,
+        wrong, q_latent.device, rank, q_rope.shape[-1],
+        pages, rows, block_table, seq_lens, row_slots, batch,
         content_bits, rope_bits, sink_tokens, window_tokens, page_tokens, window_tokens - 1,
     )  # fmt: skip
     bounds = None if batch is None else batch + 1
@@ -106,6 +108,7 @@ def _check_queries(wrong: list[str], q_latent: Tensor, q_rope: Tensor, lead: tup
 
 def _check_cache(
     wrong: list[str],
+    device: torch.device,
     rank: int,
     rope_dim: int,
     pages: Tensor,
@@ -122,7 +125,6 @@ def _check_cache(
     least_ring_tokens: int,
 ) -> None:
     layout = attention_layout(rank, rope_dim, content_bits, rope_bits)
-    device = pages.device
     expect_pages(wrong, pages, device, layout.page_bytes)
     expect(wrong, "rows", rows, device, (torch.bfloat16,), (None, None, rank + rope_dim))
     if rows.dim() == 3:

@@ -37,7 +37,7 @@ def decode(
     out = torch.zeros_like(q_latent, dtype=torch.float64)
     lse = torch.full(q_latent.shape[:3], -torch.inf, dtype=torch.float64, device=out.device)
     for b, length in enumerate(seq_lens.tolist()):
-        if length == 0:
+        if length <= 0 or queries == 0:
             continue
         packed = _packed(
             pages, block_table[b : b + 1], length, rank, q_rope.shape[-1],
@@ -68,8 +68,8 @@ def prefill(
     rope_bits: int,
     sink_tokens: int,
     window_tokens: int,
-    page_tokens: int,
     most_tokens: int,
+    page_tokens: int,
     out_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """Attend causally from the new tokens of each sequence.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from quantmla.kernels.tiles import bf16_bits, bf16_numbers
+from quantmla.kernels.common import bf16_bits, bf16_numbers
 from quantmla.quant.affine import MAGNITUDE_MAX, SCALE_MIN
 
 _SCALE_MIN = tl.constexpr(SCALE_MIN)

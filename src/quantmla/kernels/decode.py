@@ -14,8 +14,11 @@ import triton.language as tl
 from torch import Tensor
 
 from quantmla.cache.layout import PAGE_TOKENS
+from quantmla.errors import CacheError
+from quantmla.kernels.common import INTERPRET
 from quantmla.kernels.launch import INTERPRETER_SMS, device_limits, launch_of, split_blobs
-from quantmla.kernels.tile import (
+from quantmla.kernels.packed_loop import (
+    LN_2,
     LOG2_E,
     attention_constants,
     dot,
@@ -24,12 +27,13 @@ from quantmla.kernels.tile import (
     softmax_step,
     typed,
 )
-from quantmla.kernels.tiles import INTERPRET
 from quantmla.kernels.unpack import join_fields
 
 # What a program of the second launch merges: a fixed number of parts a step, so that the sum does
 # not depend on how many empty parts follow.
 MERGE_PARTS, MERGE_COLUMNS = 64, 128
+MOST_PARTS = 65535  # of a grid's third axis
+MOST_PARTS_BYTES = 4 << 30
 
 
 def launch(
@@ -56,6 +60,10 @@ def launch(
     """
     batch, queries, heads, rank = q_latent.shape
     all_rows = queries * heads
+    out = torch.empty_like(q_latent, dtype=out_dtype)
+    lse = q_latent.new_empty(batch, queries, heads, dtype=torch.float32)
+    if batch == 0 or all_rows == 0:
+        return out, lse
     interpret = INTERPRET.value
     capability, sms = (None, INTERPRETER_SMS) if interpret else device_limits(pages.device.index)
     plan = launch_of("decode", all_rows, capability)
@@ -66,12 +74,9 @@ def launch(
     else:
         size = split_blobs(batch, row_tiles, blobs, sms, plan.programs_an_sm)
     parts = triton.cdiv(blobs, size) + 1
+    _check_parts(parts, batch * all_rows * rank, split_tokens)
     out_parts = q_latent.new_empty(parts, batch, all_rows, rank, dtype=torch.float32)
     lse_parts = q_latent.new_empty(parts, batch, all_rows, dtype=torch.float32)
-    out = torch.empty_like(q_latent, dtype=out_dtype)
-    lse = q_latent.new_empty(batch, queries, heads, dtype=torch.float32)
-    if batch == 0 or all_rows == 0:
-        return out, lse
     decode_parts[(batch, row_tiles, parts)](
         q_latent,
         q_rope,
@@ -113,6 +118,19 @@ def launch(
     return out, lse
 
 
+def _check_parts(parts: int, numbers: int, split_tokens: int) -> None:
+    """Refuse parts whose results would fill the memory of the GPU, or a grid that is too large."""
+    taken_bytes = 4 * parts * numbers
+    if parts > MOST_PARTS or taken_bytes > MOST_PARTS_BYTES:
+        raise CacheError(
+            "a decode step would be cut into too many parts",
+            where="quantmla::decode",
+            expected=f"at most {MOST_PARTS} parts and {MOST_PARTS_BYTES} bytes of partial results",
+            got=f"{parts} parts and {taken_bytes} bytes, with split_tokens={split_tokens}",
+            next_step="raise split_tokens, narrow the block table, or decode a smaller batch",
+        )
+
+
 # Sizes of a call are not compiled in: a batch or a head count of its own needs no new kernel.
 @triton.jit(
     do_not_specialize=["queries", "heads", "parts", "split_blobs", "table_stride", "ring_tokens"]
@@ -150,7 +168,9 @@ def decode_parts(
     position = tl.where(in_range, position, -1)
     q_latent += (request.to(tl.int64) * all_rows + first_row) * R
     q_rope += (request.to(tl.int64) * all_rows + first_row) * P
-    target = (part.to(tl.int64) * tl.num_programs(0) + request) * all_rows
+    # The BF16 part is merged first: its place must not depend on how many parts follow.
+    place = tl.where(part == parts - 1, 0, part + 1)
+    target = (place.to(tl.int64) * tl.num_programs(0) + request) * all_rows
     out += (target + first_row) * R
     lse += target
     if part == parts - 1:
@@ -221,23 +241,26 @@ def _packed(
     end = tl.maximum(length - WINDOW, 0)  # packed tokens that the newest query reads
     first_blob = split * split_blobs
     last_blob = tl.minimum(first_blob + split_blobs, tl.cdiv(end, BLOB_TOKENS))
-    top, total, acc = packed_run(
-        first_blob * TILES_A_BLOB, last_blob * TILES_A_BLOB, tl.maximum(end - queries + 1, 0),
-        q_latent, q_rope, words, scales, zeros, block_table, end, position, in_range,
-        blob_stride_bytes, scale_log2,
-        R, P, CONTENT_BITS, ROPE_BITS, SINK, WINDOW, BLOBS_A_PAGE,
-        ROPE_OFFSET, SCALE_OFFSET, ZERO_OFFSET, ROWS, TILE, STAGES, ASM, UPCAST,
-    )  # fmt: skip
-    r, w, n = tl.arange(0, ROWS), tl.arange(0, WORDS), tl.arange(0, N)
-    inverse = tl.where(total > 0, 1.0 / total, 0.0)
-    result = ()
-    for j in tl.static_range(N):
-        result = result + (acc[j] * inverse[:, None],)
-    tl.store(
-        out + r[:, None, None] * R + w[None, :, None] * N + n[None, None, :],
-        join_fields(result, ROWS, WORDS, N), mask=in_range[:, None, None],
-    )  # fmt: skip
-    tl.store(lse, top + tl.log2(total), mask=in_range)
+    if first_blob < last_blob:
+        top, total, acc = packed_run(
+            first_blob * TILES_A_BLOB, last_blob * TILES_A_BLOB, tl.maximum(end - queries + 1, 0),
+            q_latent, q_rope, words, scales, zeros, block_table, end, position, in_range,
+            blob_stride_bytes, scale_log2,
+            R, P, CONTENT_BITS, ROPE_BITS, SINK, WINDOW, BLOBS_A_PAGE,
+            ROPE_OFFSET, SCALE_OFFSET, ZERO_OFFSET, ROWS, TILE, STAGES, ASM, UPCAST,
+        )  # fmt: skip
+        r, w, n = tl.arange(0, ROWS), tl.arange(0, WORDS), tl.arange(0, N)
+        inverse = tl.where(total > 0, 1.0 / total, 0.0)
+        result = ()
+        for j in tl.static_range(N):
+            result = result + (acc[j] * inverse[:, None],)
+        tl.store(
+            out + r[:, None, None] * R + w[None, :, None] * N + n[None, None, :],
+            join_fields(result, ROWS, WORDS, N), mask=in_range[:, None, None],
+        )  # fmt: skip
+        tl.store(lse, top + tl.log2(total), mask=in_range)
+    else:  # the output of a part without keys stays unwritten
+        tl.store(lse, tl.full([ROWS], float("-inf"), tl.float32), mask=in_range)
 
 
 @triton.jit(do_not_specialize=["parts"])
@@ -276,4 +299,4 @@ def merge_parts(
     inverse = tl.where(total > 0, 1.0 / total, 0.0)
     tl.store(out + row * R + c, (acc * inverse).to(out.dtype.element_ty))
     if tl.program_id(1) == 0:
-        tl.store(lse + row, (top + tl.log2(total)) * 0.6931471805599453)
+        tl.store(lse + row, (top + tl.log2(total)) * LN_2)

@@ -31,16 +31,18 @@ def explain_decode(
         batch: requests.
         context [tokens]: of each request.
         device: torch device name.
-    Returns: plain data: `kernel`, `reasons_against_triton`, and for a Triton kernel the `launch`,
+    Returns: plain data: `kernel` (None: every op refuses the format), the reasons against it and
+        against Triton on this device, and for a Triton kernel the `launch`,
         the `programs` of its first launch and `tokens_a_part`.
     Source: own.
     """
     name, reasons = implementation(device)
-    reasons = reasons + _format_reasons(scheme, kv_lora_rank, qk_rope_head_dim)
+    refused = _format_reasons(scheme, kv_lora_rank, qk_rope_head_dim)
     result = {
         "scheme": scheme.name,
         "device": device,
-        "kernel": "reference" if reasons and name != "interpreter" else name,
+        "kernel": None if refused else name,
+        "reasons_against_the_format": refused,
         "reasons_against_triton": reasons,
         "hopper_kernel": "none yet: the portable Triton kernel serves every architecture",
     }

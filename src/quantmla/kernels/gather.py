@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quantmla.kernels.codes import dequantise, unpack
-from quantmla.kernels.tiles import (
+from quantmla.kernels.common import (
     INTERPRET,
     SLOTS,
     bf16_bits,

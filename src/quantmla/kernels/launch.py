@@ -6,7 +6,7 @@ Measured on an H200 (docs/performance.md); other GPUs take the nearest older row
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 
 import torch
 
@@ -37,6 +37,11 @@ TABLE = {
     (9, 0): {
         "decode": ((16, Launch(16, 32, 16, 7, 4, 2)), (None, Launch(32, 64, 16, 5, 8, 1))),
         "prefill": ((None, Launch(32, 64, 32, 5, 8, 1)),),
+    },
+    # less shared memory than (9, 0)
+    (12, 0): {
+        "decode": ((16, Launch(16, 32, 16, 5, 4, 1)), (None, Launch(32, 32, 16, 5, 8, 1))),
+        "prefill": ((None, Launch(32, 32, 16, 5, 8, 1)),),
     },
     (8, 0): {
         "decode": ((16, Launch(16, 32, 16, 5, 4, 2)), (None, Launch(32, 32, 16, 5, 8, 1))),
@@ -72,6 +77,7 @@ def launch_of(kernel: str, rows: int, capability: tuple[int, int] | None) -> Lau
     raise AssertionError(kernel)  # the last entry of each kernel takes any number of rows
 
 
+@lru_cache(maxsize=4096)
 def split_blobs(batch: int, row_tiles: int, blobs: int, sms: int, programs_an_sm: int) -> int:
     """Return how many packed blobs one program should read, by the cost of all splits.
 

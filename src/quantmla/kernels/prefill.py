@@ -14,8 +14,10 @@ import triton.language as tl
 from torch import Tensor
 
 from quantmla.cache.layout import PAGE_TOKENS
+from quantmla.kernels.common import INTERPRET
 from quantmla.kernels.launch import device_limits, launch_of
-from quantmla.kernels.tile import (
+from quantmla.kernels.packed_loop import (
+    LN_2,
     LOG2_E,
     attention_constants,
     dot,
@@ -24,7 +26,6 @@ from quantmla.kernels.tile import (
     softmax_step,
     typed,
 )
-from quantmla.kernels.tiles import INTERPRET
 from quantmla.kernels.unpack import join_fields
 
 
@@ -43,8 +44,8 @@ def launch(
     rope_bits: int,
     sink_tokens: int,
     window_tokens: int,
-    page_tokens: int,
     most_tokens: int,
+    page_tokens: int,
     out_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """Run the kernel; arguments are those of `attention.prefill`, already checked.
@@ -170,5 +171,5 @@ def prefill_rows(
         out += base * R
         result = (acc * inverse[:, None]).to(out.dtype.element_ty)
         tl.store(out + r[:, None] * R + c[None, :], result, mask=in_range[:, None])
-        natural = (top + tl.log2(total)) * 0.6931471805599453
+        natural = (top + tl.log2(total)) * LN_2
         tl.store(lse + base + r, natural, mask=in_range)

@@ -19,6 +19,7 @@ GROUP = 64
 BITS = (2, 3, 4, 8, 16)
 CHANNELS_MULTIPLE = 16  # so that the packed row of any width is made of whole 16-bit words
 MAX_CHANNELS = 4096  # a program holds whole rows
+MAX_RANK = 512  # of attention: a program keeps its sums in registers
 MIN_CAPABILITY = (8, 0)
 
 
@@ -87,8 +88,12 @@ def attention_layout(
     """
     sizes = (kv_lora_rank, qk_rope_head_dim, content_bits, rope_bits)
     reasons = []
-    if kv_lora_rank % GROUP or kv_lora_rank & (kv_lora_rank - 1):
-        reasons.append(f"kv_lora_rank is {kv_lora_rank}, not a power of two from {GROUP} on")
+    codes_a_word = {2: 8, 3: 8, 4: 4}.get(content_bits, 2)
+    least = max(GROUP, 16 * codes_a_word)  # a matrix product has 16 terms or more
+    if not least <= kv_lora_rank <= MAX_RANK or kv_lora_rank & (kv_lora_rank - 1):
+        reasons.append(
+            f"kv_lora_rank is {kv_lora_rank}, not a power of two from {least} to {MAX_RANK}"
+        )
     if qk_rope_head_dim < 16 or qk_rope_head_dim & (qk_rope_head_dim - 1):
         reasons.append(f"qk_rope_head_dim is {qk_rope_head_dim}, not a power of two from 16 on")
     elif qk_rope_head_dim > GROUP and rope_bits != 16:

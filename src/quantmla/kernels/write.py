@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quantmla.cache.layout import PAGE_TOKENS
 from quantmla.kernels.codes import INTEGER_BITS, finite, pack, quantise, replace, saturate
-from quantmla.kernels.tiles import (
+from quantmla.kernels.common import (
     INTERPRET,
     SLOTS,
     bf16_bits,

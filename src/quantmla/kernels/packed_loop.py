@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quantmla.kernels.common import INTERPRET, constants
 from quantmla.kernels.launch import Launch
-from quantmla.kernels.tiles import INTERPRET, constants
 from quantmla.kernels.unpack import (
     few_offsets,
     few_scales,
@@ -19,6 +19,7 @@ from quantmla.kernels.unpack import (
 )
 
 LOG2_E = 1.4426950408889634
+LN_2 = tl.constexpr(0.6931471805599453)
 
 
 def typed(pages: Tensor) -> tuple[Tensor, Tensor, Tensor]:
