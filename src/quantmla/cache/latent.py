@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quantmla.cache.layout import PageLayout, pages_for_tokens
-from quantmla.cache.recent import RecentRows, grown
+from quantmla.cache.recent import RecentRows, finite_rows, grown
 from quantmla.errors import CacheError
 from quantmla.quant import Clip, Quantized, group_count, quantize, usable_clip
 
@@ -81,8 +81,10 @@ class LatentLayer:
         self.rope_clip = self._checked_clip("rope", layout.qk_rope_head_dim, rope_clip)
         self.rows_only = scheme.content_bits == scheme.rope_bits == 16
         self.slack_tokens = slack_tokens
+        self.attention_kernel: str | None = None  # what ran the attention of the last call
         self.packed_rows_read = 0
         self.nonfinite: Tensor | int = 0
+        self._clips: dict[torch.device, list[Tensor | None]] = {}
         self.reset()
 
     def _checked_clip(self, path: str, channels: int, clip: Clip) -> Clip:
@@ -307,6 +309,23 @@ class LatentLayer:
             parts.append(quantize(raw[..., channels], bits, **settings))
         return parts
 
+    def clips_on(self, device: torch.device) -> list[Tensor | None]:
+        """Clip ratios [G, fp32] of content and rope on a device; None where there are none."""
+        if device not in self._clips:
+            layout, scheme = self.layout, self.layout.scheme
+            self._clips[device] = [
+                None
+                if clip is None or bits == 16
+                else torch.as_tensor(clip, dtype=torch.float32, device=device)
+                .expand(group_count(channels, scheme.group))
+                .contiguous()
+                for clip, bits, channels in (
+                    (self.content_clip, scheme.content_bits, layout.kv_lora_rank),
+                    (self.rope_clip, scheme.rope_bits, layout.qk_rope_head_dim),
+                )
+            ]
+        return self._clips[device]
+
     def _window(self, chunk_tokens: int | None) -> int:
         window = UNBOUNDED_TOKENS if self.rows_only else self.layout.scheme.window_tokens
         # fast mode: the chunk itself is always BF16
@@ -377,9 +396,3 @@ class LatentLayer:
     def _refuse(self, what, expected, got, next_step=None) -> None:
         where = f"cache layer {self.layer_idx}"
         raise CacheError(what, where=where, expected=expected, got=got, next_step=next_step)
-
-
-def finite_rows(rows: Tensor) -> Tensor:
-    """Return rows [.., C] without NaN and Inf: 0, and the largest finite magnitude of the row."""
-    bound = torch.where(rows.isfinite(), rows.abs(), 0).amax(-1, keepdim=True)
-    return torch.where(rows.isnan(), 0, rows).clamp(-bound, bound)

@@ -142,3 +142,13 @@ def grown(store: Tensor, size: int) -> Tensor:
         larger = store.new_zeros(store.shape[0], size, *store.shape[2:])
         larger[:, : store.shape[1]] = store
     return larger
+
+
+def finite_rows(rows: Tensor) -> Tensor:
+    """Return rows without NaN and Inf: NaN to 0, Inf to the largest finite magnitude of its row.
+
+    Args: rows [.., R+P].
+    Source: docs/layout.md.
+    """
+    bound = torch.where(rows.isfinite(), rows.abs(), 0).amax(-1, keepdim=True)
+    return torch.where(rows.isnan(), 0, rows).clamp(-bound, bound)
