@@ -60,3 +60,20 @@ def poison_empty(monkeypatch):
     for name in ("empty", "empty_like", "empty_strided"):
         monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))
     monkeypatch.setattr(torch.Tensor, "new_empty", poisoned(torch.Tensor.new_empty))
+
+
+@pytest.fixture(
+    params=[
+        pytest.param("cpu", id="interpreter"),
+        pytest.param("cuda", id="cuda", marks=pytest.mark.gpu),
+    ]
+)
+def device(request):
+    """Where kernels run: Triton's interpreter on a CPU, and a GPU."""
+    from quantmla.kernels.support import implementation
+
+    if request.param == "cpu":
+        pytest.importorskip("triton")
+        if implementation("cpu")[0] != "interpreter":
+            pytest.skip("where there is a GPU, Triton compiles and does not interpret")
+    return request.param

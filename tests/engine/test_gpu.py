@@ -1,4 +1,4 @@
-"""A GPU gives the same cache bytes, logits and learned transforms as a CPU."""
+"""A GPU gives the same cache bytes, logits and learned transforms as a CPU, and saves memory."""
 
 import pytest
 import torch
@@ -10,6 +10,7 @@ from quantmla.calibrate.capture import capture_layers
 from quantmla.calibrate.train import train_layer
 from quantmla.calibrate.workspace import LayerWorkspace
 from quantmla.config import KVScheme, Recipe, TrainConfig
+from quantmla.engine import kernel_path
 from quantmla.engine.hf import QuantMLACache
 from tiny import write_tiny
 
@@ -85,3 +86,59 @@ def test_learning_gives_the_same_transform(tmp_path):
         assert (mine is None) == (other is None)
         if mine is not None:
             assert (mine.cpu() - other).norm() < 2e-2 * other.norm().clamp(min=1.0)
+
+
+def test_the_history_is_never_unpacked():
+    tokens_in_all, call, layers, heads = 16384, 2048, 4, 16
+    sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128}
+    sizes |= {"v_head_dim": 128, "heads": heads, "hidden_size": 256, "layers": layers}
+    model = tiny_model(dtype=torch.bfloat16, **sizes).cuda()
+    ids = tokens(tokens_in_all + 2).cuda()
+    kwargs = {"scheme": "c4r4", "model": model.config, "kernels": "require"}
+    calls = [call] * (tokens_in_all // call)
+    warm = QuantMLACache.from_scheme(**kwargs)
+    forward(model, warm, ids[:, : call + 1], [call, 1])  # kernels, workspaces
+    del warm
+    before, asked = torch.cuda.memory_allocated(), requested_bytes()
+    torch.cuda.reset_peak_memory_stats()
+    cache = QuantMLACache.from_scheme(**kwargs)
+    forward(model, cache, ids[:, :-1], [*calls, 1])
+    peak = torch.cuda.max_memory_allocated() - before
+    expanded = 2 * tokens_in_all * layers * heads * (128 + 64 + 128)  # K and V of a stock cache
+    assert peak < expanded / 2
+    held = requested_bytes() - asked
+    assert abs(held - cache.resident_bytes()) < 0.01 * held
+    torch.cuda.reset_peak_memory_stats()
+    base = torch.cuda.memory_allocated()
+    forward(model, cache, ids[:, -1:])
+    one_history = 2 * tokens_in_all * (512 + 64)  # BF16 rows of one layer
+    assert torch.cuda.max_memory_allocated() - base < one_history
+    assert cache.attention_kernel == "triton"
+    assert cache.nonfinite_values == 0
+
+
+def requested_bytes():
+    """Bytes of all tensors on the GPU, without what the allocator adds."""
+    return torch.cuda.memory_stats()["requested_bytes.all.current"]
+
+
+def test_a_call_without_a_mask_never_waits_for_the_gpu():
+    layout = PageLayout(512, 64, KVScheme.parse("c4r4"))
+    store = LatentLayer(layout, content_clip=0.9, slack_tokens=1)
+    weight = torch.randn(16, 128 + 128, 512, device="cuda", dtype=torch.bfloat16)
+
+    def call(count, batch=3):
+        query = torch.randn(batch, 16, count, 128 + 64, device="cuda", dtype=torch.bfloat16)
+        latent, k_rope = (
+            torch.randn(batch, count, c, device="cuda", dtype=torch.bfloat16) for c in (512, 64)
+        )
+        return kernel_path.attend(weight, query, store, latent, k_rope, None, 0.1)
+
+    for count in (150, 1, 2):  # compiles the kernels
+        call(count)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        outputs = [call(count) for count in (150, 1, 2)]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(output.isfinite().all() for output in outputs)

@@ -1,4 +1,4 @@
-"""The attention kernels compile for every GPU generation and fit its shared memory, without a GPU."""
+"""Attention kernels compile for every GPU generation and fit its shared memory."""
 
 import json
 import os

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quantmla.cache.layout import PageLayout, pages_for_tokens
-from quantmla.cache.recent import RecentRows, grown
+from quantmla.cache.recent import RecentRows, finite_rows, grown
 from quantmla.errors import CacheError
 from quantmla.quant import Clip, Quantized, group_count, quantize, usable_clip
 
@@ -81,8 +81,10 @@ class LatentLayer:
         self.rope_clip = self._checked_clip("rope", layout.qk_rope_head_dim, rope_clip)
         self.rows_only = scheme.content_bits == scheme.rope_bits == 16
         self.slack_tokens = slack_tokens
+        self.attention_kernel: str | None = None  # what ran the attention of the last call
         self.packed_rows_read = 0
         self.nonfinite: Tensor | int = 0
+        self._clips: dict[torch.device, list[Tensor | None]] = {}
         self.reset()
 
     def _checked_clip(self, path: str, channels: int, clip: Clip) -> Clip:
@@ -97,7 +99,8 @@ class LatentLayer:
         """Drop every token and all memory; the counters go on."""
         self.pages: Tensor | None = None  # [B, n_pages, page_bytes, uint8]
         self.recent: RecentRows | None = None
-        self.valid: Tensor | None = None  # [B, columns, bool], once there was padding
+        # [B, columns, bool], once there was padding; on the host, where calls are checked
+        self.valid: Tensor | None = None
         self.device: torch.device | None = None
         self.columns = 0  # tokens given per sequence, padding included
         self.lengths: list[int] = []  # tokens stored per sequence
@@ -120,19 +123,20 @@ class LatentLayer:
             latent [B, S, R]: latents after the norm.
             k_rope [B, S, P]: keys after RoPE, in cache order.
             mask [B, columns + S]: 0 on padding, the columns of earlier calls included; None if
-                there is no new padding.
+                there is no new padding. Best on the host.
             chunk_tokens [tokens]: None for strict mode; in fast mode the length of a chunk.
         Returns: VisibleRows.
         Raises: CacheError for wrong shapes, a mask that contradicts an earlier one, or non-finite
             values; nothing is stored then.
         Source: algorithms.md sections 6.1 and 6.3.
         """
+        mask = None if mask is None else mask.cpu()
         self._check(latent, k_rope, mask)
         raw = torch.cat([latent.detach(), k_rope.detach()], -1).to(self.row_dtype)
         rows = self._finite(raw)
-        self._prepare(rows)
-        start, (count, order) = self.lengths, self._admit(rows.shape[1], mask)
+        start, count, order = self._admit(rows, mask)
         if order is not None:
+            order = order.to(rows.device)
             index = order.unsqueeze(-1).expand_as(rows)
             rows, raw = rows.gather(1, index), raw.gather(1, index)
         past = None if self.rows_only else self.recent.past(start)
@@ -153,6 +157,26 @@ class LatentLayer:
             window_tokens=window,
             chunk_tokens=chunk,
         )
+
+    def admit(
+        self, latent: Tensor, k_rope: Tensor, mask: Tensor | None = None
+    ) -> tuple[list[int], list[int], Tensor | None]:
+        """Make room for new tokens that the caller writes next; look at them as `append` does.
+
+        Args: latent, k_rope, mask: as in `append`.
+        Returns: start and count [B], position of the first new token and number of new tokens of
+            each sequence, and order [B, S, on the host], column of the n-th new token, or None if
+            none is padding.
+        Raises: CacheError as `append`; nothing is changed then.
+        Source: own.
+        """
+        mask = None if mask is None else mask.cpu()
+        self._check(latent, k_rope, mask)
+        if self._refuses_nonfinite(latent.device):
+            self._finite(torch.cat([latent, k_rope], -1).to(self.row_dtype))
+        start, count, order = self._admit(latent, mask)
+        self.recent.book(self.lengths)
+        return start, count, order
 
     def _check(self, latent: Tensor, k_rope: Tensor, mask: Tensor | None) -> None:
         batch, tokens = latent.shape[:2]
@@ -180,7 +204,7 @@ class LatentLayer:
                 "pass the 2-D mask of the whole sequence, earlier tokens included",
             )
         earlier = mask[:, : self.columns].bool()
-        known = torch.ones_like(earlier) if self.valid is None else self.valid.to(mask.device)
+        known = torch.ones_like(earlier) if self.valid is None else self.valid
         if not torch.equal(earlier, known):
             self._refuse(
                 "the attention mask changed for tokens that are already cached",
@@ -190,13 +214,11 @@ class LatentLayer:
             )
 
     def _finite(self, rows: Tensor) -> Tensor:
-        """Refuse NaN and Inf, or return rows without them: NaN to 0, Inf to the largest number."""
+        """Refuse NaN and Inf, or count them and return rows without them."""
         finite = rows.isfinite()
-        strict = rows.device.type == "cpu" if self.check_finite is None else self.check_finite
-        if not strict:
+        if not self._refuses_nonfinite(rows.device):
             self.nonfinite = self.nonfinite + (~finite).sum()
-            bound = torch.where(finite, rows.abs(), 0).amax(-1, keepdim=True)
-            return torch.where(rows.isnan(), 0, rows).clamp(-bound, bound)
+            return finite_rows(rows)
         if not bool(finite.all()):
             self._refuse(
                 "the latents of a layer are not finite",
@@ -206,48 +228,55 @@ class LatentLayer:
             )
         return rows
 
-    def _prepare(self, rows: Tensor) -> None:
-        """Take memory for the first tokens; bring back what was offloaded."""
-        self.device = rows.device
-        if self.recent is not None:
-            self.to(rows.device)
-            return
-        batch, scheme = rows.shape[0], self.layout.scheme
-        self.recent = RecentRows(
-            batch,
-            rows.shape[-1],
-            sink_tokens=0 if self.rows_only else scheme.sink_tokens,
-            window_tokens=None if self.rows_only else scheme.window_tokens,
-            slack_tokens=self.slack_tokens,
-            dtype=self.row_dtype,
-            device=rows.device,
-        )
-        if not self.rows_only:
-            with torch.inference_mode(False):
-                self.pages = self.layout.allocate(batch, n_pages=0, device=rows.device)
-        self.lengths = [0] * batch
+    def _refuses_nonfinite(self, device: torch.device) -> bool:
+        return device.type == "cpu" if self.check_finite is None else self.check_finite
 
-    def _admit(self, tokens: int, mask: Tensor | None) -> tuple[list[int], Tensor | None]:
-        """Record which new columns are tokens; return how many, and their order if some are not."""
-        count, order = [tokens] * len(self.lengths), None
+    def _admit(
+        self, new: Tensor, mask: Tensor | None
+    ) -> tuple[list[int], list[int], Tensor | None]:
+        """Record which new columns are tokens and make room; result as of `admit`."""
+        batch, tokens = new.shape[:2]
+        self._prepare(batch, new.device)
+        start, count, order = self.lengths, [tokens] * batch, None
         if mask is not None and not bool(mask.all()):
-            valid = mask.bool().to(self.device)
-            new = valid[:, self.columns :]
-            if not bool(new.all()):
-                count = new.sum(1).tolist()
-                order = (~new).to(torch.uint8).argsort(dim=1, stable=True)
+            valid = mask.bool()
+            added = valid[:, self.columns :]
+            if not bool(added.all()):
+                count = added.sum(1).tolist()
+                order = (~added).to(torch.uint8).argsort(dim=1, stable=True)
             self.valid = valid.clone()
         elif self.valid is not None:
             self.valid = torch.nn.functional.pad(self.valid, (0, tokens), value=True)
         self.columns += tokens
-        return count, order
-
-    def _write(self, rows: Tensor, raw: Tensor, start: list[int], count: list[int]) -> None:
-        """Write both forms of the new tokens; sequences of equal start and count at once."""
         self.lengths = [s + n for s, n in zip(start, count, strict=True)]
         self.recent.reserve(max(self.lengths))
         if self.pages is not None:
             self.pages = grown(self.pages, pages_for_tokens(max(self.lengths)))
+        return start, count, order
+
+    def _prepare(self, batch: int, device: torch.device) -> None:
+        """Take memory for the first tokens; bring back what was offloaded."""
+        self.device = device
+        if self.recent is not None:
+            self.to(device)
+            return
+        scheme = self.layout.scheme
+        self.recent = RecentRows(
+            batch,
+            self.layout.kv_lora_rank + self.layout.qk_rope_head_dim,
+            sink_tokens=0 if self.rows_only else scheme.sink_tokens,
+            window_tokens=None if self.rows_only else scheme.window_tokens,
+            slack_tokens=self.slack_tokens,
+            dtype=self.row_dtype,
+            device=device,
+        )
+        if not self.rows_only:
+            with torch.inference_mode(False):
+                self.pages = self.layout.allocate(batch, n_pages=0, device=device)
+        self.lengths = [0] * batch
+
+    def _write(self, rows: Tensor, raw: Tensor, start: list[int], count: list[int]) -> None:
+        """Write both forms of the new tokens; sequences of equal start and count at once."""
         runs = list(zip(start, count, strict=True))
         if len(set(runs)) == 1:
             groups = [(slice(0, len(runs)), *runs[0])]
@@ -261,6 +290,7 @@ class LatentLayer:
                 codes = self._encode(some, raw[batch, :tokens])
                 self.layout.store(self.pages[batch], first, *codes)
             self.recent.write(batch, first, some)
+        self.recent.book(self.lengths)
 
     def _encode(self, rows: Tensor, raw: Tensor) -> list[Quantized | Tensor]:
         """Quantise both paths; a 16-bit path stays as it is. `raw` may hold NaN and Inf."""
@@ -278,6 +308,23 @@ class LatentLayer:
             settings = {"group": scheme.group, "zero": scheme.zero, "clip": clip}
             parts.append(quantize(raw[..., channels], bits, **settings))
         return parts
+
+    def clips_on(self, device: torch.device) -> list[Tensor | None]:
+        """Clip ratios [G, fp32] of content and rope on a device; None where there are none."""
+        if device not in self._clips:
+            layout, scheme = self.layout, self.layout.scheme
+            self._clips[device] = [
+                None
+                if clip is None or bits == 16
+                else torch.as_tensor(clip, dtype=torch.float32, device=device)
+                .expand(group_count(channels, scheme.group))
+                .contiguous()
+                for clip, bits, channels in (
+                    (self.content_clip, scheme.content_bits, layout.kv_lora_rank),
+                    (self.rope_clip, scheme.rope_bits, layout.qk_rope_head_dim),
+                )
+            ]
+        return self._clips[device]
 
     def _window(self, chunk_tokens: int | None) -> int:
         window = UNBOUNDED_TOKENS if self.rows_only else self.layout.scheme.window_tokens
@@ -330,23 +377,21 @@ class LatentLayer:
         if self.recent is None:
             return
         with torch.inference_mode(False):
-            index = index.to(self.recent.sink.device).clone()
+            index = index.to(self.recent.rows.device).clone()
             self.recent.select(index)
             if self.pages is not None:
                 self.pages = self.pages.index_select(0, index)
             if self.valid is not None:
-                self.valid = self.valid.index_select(0, index)
+                self.valid = self.valid.index_select(0, index.cpu())
         self.lengths = [self.lengths[b] for b in index.tolist()]
 
     def to(self, device: torch.device | str) -> None:
-        """Move pages, BF16 rows and padding to a device; nothing happens if they are there."""
+        """Move pages and BF16 rows to a device; nothing happens if they are there."""
         with torch.inference_mode(False):
             if self.recent is not None:
                 self.recent.to(device)
             if self.pages is not None:
                 self.pages = self.pages.to(device)
-            if self.valid is not None:
-                self.valid = self.valid.to(device)
 
     def _refuse(self, what, expected, got, next_step=None) -> None:
         where = f"cache layer {self.layer_idx}"

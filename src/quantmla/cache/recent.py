@@ -14,7 +14,8 @@ class RecentRows:
     """Sink rows and ring rows of a rectangular batch.
 
     Row p of a sequence lies in `sink` at p if p < sink_tokens, else in `ring` at its ring slot,
-    until a later row takes the slot. Without a window the ring grows and keeps every row.
+    until a later row takes the slot. Without a window the ring grows and keeps every row. Both are
+    views of `rows` [B, sink_tokens + ring_tokens, R+P], the form that kernels take.
 
     Args:
         batch: sequences.
@@ -40,9 +41,19 @@ class RecentRows:
         ring_tokens = 0 if window_tokens is None else window_tokens + slack_tokens
         # no inference tensors: what inference_mode filled must stay writable outside of it
         with torch.inference_mode(False):
-            self.sink = torch.zeros(batch, sink_tokens, channels, dtype=dtype, device=device)
-            self.ring = torch.zeros(batch, ring_tokens, channels, dtype=dtype, device=device)
+            shape = (batch, sink_tokens + ring_tokens, channels)
+            self.rows = torch.zeros(shape, dtype=dtype, device=device)
         self.first = [sink_tokens] * batch  # oldest position whose ring row is intact
+
+    @property
+    def sink(self) -> Tensor:
+        """Rows [B, sink_tokens, R+P] of the first tokens."""
+        return self.rows[:, : self.sink_tokens]
+
+    @property
+    def ring(self) -> Tensor:
+        """Rows [B, ring_tokens, R+P] of recent tokens."""
+        return self.rows[:, self.sink_tokens :]
 
     def past(self, lengths: list[int]) -> Tensor:
         """Return the rows [B, window-1, R+P] before the next token; zero where there is none.
@@ -63,7 +74,7 @@ class RecentRows:
     def reserve(self, tokens: int) -> None:
         """Grow a ring that keeps every row to at least `tokens` rows."""
         if self.window_tokens is None:
-            self.ring = grown(self.ring, tokens)
+            self.rows = grown(self.rows, self.sink_tokens + tokens)
 
     def write(self, batch: slice, start: int, rows: Tensor) -> None:
         """Write the rows of some sequences.
@@ -73,15 +84,20 @@ class RecentRows:
             start: position of the first row, the same in all of them.
             rows [b, S, R+P].
         """
-        end, size = start + rows.shape[1], self.ring.shape[1]
+        end, ring = start + rows.shape[1], self.ring
         if start < self.sink_tokens:
             self.sink[batch, start:end] = rows[:, : self.sink_tokens - start]
-        kept = max(start, self.sink_tokens, end - size)
+        kept = max(start, self.sink_tokens, end - ring.shape[1])
         if kept < end:
             position = torch.arange(kept, end, device=rows.device)
-            slot = ring_slot(position, self.sink_tokens, size)
-            self.ring[batch, slot] = rows[:, kept - start :]
-        self.first[batch] = [max(first, end - size) for first in self.first[batch]]
+            slot = ring_slot(position, self.sink_tokens, ring.shape[1])
+            ring[batch, slot] = rows[:, kept - start :]
+
+    def book(self, lengths: list[int]) -> None:
+        """Note that rows up to these lengths [B] are written, here or by a kernel."""
+        size = self.rows.shape[1] - self.sink_tokens
+        rows = zip(self.first, lengths, strict=True)
+        self.first = [max(first, length - size) for first, length in rows]
 
     def can_crop(self, lengths: list[int]) -> bool:
         """Tell whether every BF16 row that a query behind these lengths reads is still there."""
@@ -98,18 +114,17 @@ class RecentRows:
 
     def select(self, index: Tensor) -> None:
         """Let sequence b be what sequence index[b] was."""
-        self.sink = self.sink.index_select(0, index)
-        self.ring = self.ring.index_select(0, index)
+        self.rows = self.rows.index_select(0, index)
         self.first = [self.first[b] for b in index.tolist()]
 
     def to(self, device: torch.device | str) -> None:
         """Move the rows to a device."""
-        self.sink, self.ring = self.sink.to(device), self.ring.to(device)
+        self.rows = self.rows.to(device)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of both tensors."""
-        return self.sink.nbytes + self.ring.nbytes
+        """Bytes of all rows."""
+        return self.rows.nbytes
 
 
 def grown(store: Tensor, size: int) -> Tensor:
@@ -127,3 +142,13 @@ def grown(store: Tensor, size: int) -> Tensor:
         larger = store.new_zeros(store.shape[0], size, *store.shape[2:])
         larger[:, : store.shape[1]] = store
     return larger
+
+
+def finite_rows(rows: Tensor) -> Tensor:
+    """Return rows without NaN and Inf: NaN to 0, Inf to the largest finite magnitude of its row.
+
+    Args: rows [.., R+P].
+    Source: docs/layout.md.
+    """
+    bound = torch.where(rows.isfinite(), rows.abs(), 0).amax(-1, keepdim=True)
+    return torch.where(rows.isnan(), 0, rows).clamp(-bound, bound)

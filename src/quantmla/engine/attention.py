@@ -9,6 +9,7 @@ the expanded ones, stores the rows and attends in the latent: the history is nev
 from __future__ import annotations
 
 import threading
+import weakref
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +19,7 @@ from transformers.masking_utils import causal_mask_function
 
 from quantmla.cache.latent import LatentLayer
 from quantmla.dims import MLADims
+from quantmla.engine import kernel_path
 from quantmla.errors import CacheError
 from quantmla.kernels.reference import attend
 from quantmla.transform.content import hadamard
@@ -36,6 +38,7 @@ class HandOff:
         latent [B, S, R], k_rope [B, S, P]: new rows.
         chunk_tokens [tokens]: None for strict mode; in fast mode the length of a chunk.
         rope_online: transform of keys and queries after RoPE, or None.
+        kernels: which kernels may run, as in `kernel_path.choose`.
     """
 
     layer: LatentLayer
@@ -43,6 +46,7 @@ class HandOff:
     k_rope: Tensor
     chunk_tokens: int | None
     rope_online: str | None
+    kernels: kernel_path.Kernels = "auto"
 
 
 def use_packed_attention(model: PreTrainedModel) -> str:
@@ -113,24 +117,21 @@ def packed_attention(
         scaling: softmax scale.
         dropout: must be 0.
     Returns: output [B, S, H, V, dtype of query], None.
-    Raises: CacheError if no packed cache was given, or the call asks for what it cannot do.
+    Raises: CacheError if no packed cache was given, or the call asks for what it cannot do;
+        KernelUnavailableError if kernels are required and cannot run.
     Source: algorithms.md section 1.1, absorbed form.
     """
     handoff = _take(module)
     _check_call(module, attention_mask, dropout, kwargs)
+    weight = _up_projection(module, query, handoff)  # [H, N+V, R]
+    layer, chunk, turned = handoff.layer, handoff.chunk_tokens, handoff.rope_online
+    layer.attention_kernel, _ = kernel_path.choose(handoff.kernels, layer, query, chunk, turned)
+    mask = _on_host(attention_mask, layer.layer_idx)
     with torch.no_grad():
-        up_key, up_value = _up_projections(module, query, handoff)  # [H, N, R] and [H, V, R]
-        compute = up_key.dtype
-        q_nope, q_rope = query.to(compute).split([up_key.shape[1], handoff.k_rope.shape[-1]], -1)
-        k_rope = handoff.k_rope
-        if handoff.rope_online is not None:
-            turn = hadamard(k_rope.shape[-1]).to(q_rope)
-            q_rope, k_rope = q_rope @ turn, k_rope.to(compute) @ turn
-        rows = handoff.layer.append(handoff.latent, k_rope, attention_mask, handoff.chunk_tokens)
-        out_latent, _, pairs = attend(q_nope @ up_key, q_rope, rows, scale=scaling, need_lse=False)
-        handoff.layer.packed_rows_read += pairs
-        output = out_latent.to(compute) @ up_value.mT  # [B, H, S, V]
-        return output.transpose(1, 2).to(query.dtype).contiguous(), None
+        if layer.attention_kernel == "torch":
+            return _plain_attention(handoff, weight, query, mask, scaling), None
+        rows = handoff.latent, handoff.k_rope
+        return kernel_path.attend(weight, query, layer, *rows, mask, scaling), None
 
 
 def _empty_slot() -> HandOff | None:
@@ -175,8 +176,8 @@ def _check_call(module, attention_mask: Tensor | None, dropout: float, kwargs: d
         )
 
 
-def _up_projections(module, query: Tensor, handoff: HandOff) -> tuple[Tensor, Tensor]:
-    """Key and value part of kv_b_proj, [H, N, R] and [H, V, R], in the type of the arithmetic."""
+def _up_projection(module, query: Tensor, handoff: HandOff) -> Tensor:
+    """Weight of kv_b_proj [H, N+V, R]: what makes keys first, then what makes values."""
     weight = module.kv_b_proj.weight
     plain = weight.is_floating_point() and weight.element_size() > 1 and not weight.is_meta
     if not plain or getattr(module.kv_b_proj, "bias", None) is not None:
@@ -187,10 +188,37 @@ def _up_projections(module, query: Tensor, handoff: HandOff) -> tuple[Tensor, Te
             got=f"{weight.dtype} on {weight.device}",
             next_step="load the model in bfloat16 or float32, without offloading weights",
         )
-    heads, nope = query.shape[1], query.shape[-1] - handoff.k_rope.shape[-1]
+    return weight.detach().view(query.shape[1], -1, handoff.latent.shape[-1])
+
+
+def _on_host(mask: Tensor | None, layer_idx: int) -> Tensor | None:
+    """The mask on the host; the first layer of a forward copies it for all of them."""
+    if mask is None or mask.device.type == "cpu":
+        return mask
+    source, copied = getattr(_slot, "mask", (None, None))
+    if layer_idx == 0 or source is None or source() is not mask:
+        copied = mask.cpu()
+        _slot.mask = (weakref.ref(mask), copied)
+    return copied
+
+
+def _plain_attention(
+    handoff: HandOff, weight: Tensor, query: Tensor, mask: Tensor | None, scaling: float
+) -> Tensor:
+    """Store the new rows and attend in plain torch, in fp32: output [B, S, H, V]."""
     compute = torch.promote_types(query.dtype, torch.float32)
-    weight = weight.to(compute).view(heads, -1, handoff.latent.shape[-1])
-    return weight[:, :nope], weight[:, nope:]
+    k_rope = handoff.k_rope
+    nope = query.shape[-1] - k_rope.shape[-1]
+    up_key, up_value = weight.to(compute).tensor_split([nope], 1)  # [H, N, R] and [H, V, R]
+    q_nope, q_rope = query.to(compute).split([nope, k_rope.shape[-1]], -1)
+    if handoff.rope_online is not None:
+        turn = hadamard(k_rope.shape[-1]).to(q_rope)
+        q_rope, k_rope = q_rope @ turn, k_rope.to(compute) @ turn
+    rows = handoff.layer.append(handoff.latent, k_rope, mask, handoff.chunk_tokens)
+    out_latent, _, pairs = attend(q_nope @ up_key, q_rope, rows, scale=scaling, need_lse=False)
+    handoff.layer.packed_rows_read += pairs
+    output = out_latent.to(compute) @ up_value.mT  # [B, H, S, V]
+    return output.transpose(1, 2).to(query.dtype).contiguous()
 
 
 def packed_mask(

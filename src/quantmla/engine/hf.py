@@ -6,7 +6,7 @@ import inspect
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from quantmla.engine.attention import (
     use_packed_attention,
 )
 from quantmla.engine.clips import Clips, check_block, load_clips
+from quantmla.engine.kernel_path import Kernels
 from quantmla.errors import CacheError, CheckpointError
 
 __all__ = ["PackedLayer", "QuantMLACache", "use_packed_attention"]
@@ -38,6 +39,7 @@ class PackedLayer(CacheLayerMixin):
         store: LatentLayer with the data.
         chunk_tokens: None for strict mode; in fast mode the length of a chunk.
         rope_online: transform of keys and queries after RoPE, or None.
+        kernels: which kernels may run, as in `kernel_path.choose`.
     Source: own.
     """
 
@@ -47,10 +49,15 @@ class PackedLayer(CacheLayerMixin):
     supports_early_init = False
 
     def __init__(
-        self, store: LatentLayer, chunk_tokens: int | None = None, rope_online: str | None = None
+        self,
+        store: LatentLayer,
+        chunk_tokens: int | None = None,
+        rope_online: str | None = None,
+        kernels: Kernels = "auto",
     ):
         super().__init__()
         self.store, self.chunk_tokens, self.rope_online = store, chunk_tokens, rope_online
+        self.kernels = kernels
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to do: memory is taken with the first tokens."""
@@ -59,8 +66,8 @@ class PackedLayer(CacheLayerMixin):
         self, key_states: Tensor, value_states: Tensor, *args, **kwargs
     ) -> tuple[Tensor, Tensor]:
         """Offer new rows [B, 1, S, R] and [B, 1, S, P] to the packed attention and return them."""
-        latent, k_rope = key_states[:, 0], value_states[:, 0]
-        offer(HandOff(self.store, latent, k_rope, self.chunk_tokens, self.rope_online))
+        rows, settings = (key_states[:, 0], value_states[:, 0]), (self.rope_online, self.kernels)
+        offer(HandOff(self.store, *rows, self.chunk_tokens, *settings))
         self.is_initialized = True
         return key_states, value_states
 
@@ -140,7 +147,8 @@ class QuantMLACache(Cache):
             config: `model.config`, or the folder of the checkpoint.
             folder: the checkpoint, with quantmla.safetensors and quantmla_manifest.json; by default
                 the folder that config came from.
-            settings: prefill, chunk_tokens, slack_tokens, row_dtype, check_finite of from_scheme.
+            settings: prefill, chunk_tokens, slack_tokens, row_dtype, check_finite, kernels of
+                from_scheme.
         Returns: QuantMLACache.
         Raises: SchemeError without a `quantmla` block; CheckpointError if the block is not that of
             the model and its folder, or clip ratios are missing or not those of the block.
@@ -177,6 +185,7 @@ class QuantMLACache(Cache):
         slack_tokens: int = 0,
         row_dtype: torch.dtype = torch.bfloat16,
         check_finite: bool | None = None,
+        kernels: Kernels = "auto",
     ) -> QuantMLACache:
         """Make a cache of a given scheme for any MLA model, for experiments.
 
@@ -195,6 +204,8 @@ class QuantMLACache(Cache):
             row_dtype: type of the BF16 rows; float32 for exactness tests only.
             check_finite: refuse NaN and Inf, or replace and count them; None refuses on the CPU
                 only.
+            kernels: "auto" runs the attention in kernels where they can, "never" in plain torch;
+                "require" makes anything but kernels an error with every reason.
         Returns: QuantMLACache.
         Raises: UnsupportedModelError for a refused family; CacheError for settings that do not fit.
         Source: own.
@@ -204,12 +215,13 @@ class QuantMLACache(Cache):
         count = dims.num_cache_layers
         scheme = KVScheme.parse(scheme) if isinstance(scheme, str) else scheme
         schemes = [scheme] * count if isinstance(scheme, KVScheme) else list(scheme)
-        if rope_online not in (None, "hadamard") or not isinstance(row_dtype, torch.dtype):
+        known = rope_online in (None, "hadamard") and kernels in get_args(Kernels)
+        if not known or not isinstance(row_dtype, torch.dtype):
             raise CacheError(
                 "unknown setting",
-                where="from_scheme: rope_online, row_dtype",
-                expected="None or 'hadamard', and a torch dtype",
-                got=f"{rope_online!r}, {row_dtype!r}",
+                where="from_scheme: rope_online, row_dtype, kernels",
+                expected=f"None or 'hadamard', a torch dtype, one of {get_args(Kernels)}",
+                got=f"{rope_online!r}, {row_dtype!r}, {kernels!r}",
             )
         clips = _pairs(clips, count)
         if not len(schemes) == len(clips) == count or slack_tokens < 0:
@@ -230,7 +242,7 @@ class QuantMLACache(Cache):
                 rope_clip=clips[index][1],
                 check_finite=check_finite,
             )
-            layers.append(PackedLayer(store, chunk, rope_online))
+            layers.append(PackedLayer(store, chunk, rope_online, kernels))
         return cls(layers, None if is_dims else model)
 
     def as_kwargs(self, model) -> dict[str, QuantMLACache]:
@@ -264,6 +276,15 @@ class QuantMLACache(Cache):
                 got="tokens of another model" if foreign else f"{got[0]}, {got[1]} and {got[2]}",
                 next_step="create a cache for this model",
             )
+
+    @property
+    def attention_kernel(self) -> str | None:
+        """What ran the attention of the last call: "triton", "interpreter" or "torch".
+
+        Both names with a + between them where layers differ; None before the first call.
+        """
+        ran = {layer.store.attention_kernel for layer in self.layers} - {None}
+        return "+".join(sorted(ran)) or None
 
     @property
     def packed_rows_read(self) -> int:

@@ -6,9 +6,8 @@ import torch
 
 from quantmla.cache.layout import PAGE_TOKENS, PageLayout
 from quantmla.config import KVScheme
-from quantmla.errors import KernelUnavailableError
 from quantmla.kernels.launch import device_limits, launch_of, split_blobs
-from quantmla.kernels.support import attention_layout, implementation, unsupported
+from quantmla.kernels.support import implementation, unsupported_in_attention
 
 
 def explain_decode(
@@ -63,11 +62,4 @@ def explain_decode(
 
 
 def _format_reasons(scheme: KVScheme, kv_lora_rank: int, qk_rope_head_dim: int) -> list[str]:
-    reasons = unsupported(PageLayout(kv_lora_rank, qk_rope_head_dim, scheme))
-    if reasons:
-        return reasons
-    try:
-        attention_layout(kv_lora_rank, qk_rope_head_dim, scheme.content_bits, scheme.rope_bits)
-    except KernelUnavailableError as error:
-        return [str(error.got)]
-    return []
+    return unsupported_in_attention(PageLayout(kv_lora_rank, qk_rope_head_dim, scheme))

@@ -41,6 +41,20 @@ def unsupported(layout: PageLayout) -> list[str]:
     )
 
 
+def unsupported_in_attention(layout: PageLayout) -> list[str]:
+    """List every reason why the attention kernels cannot read pages of a layout.
+
+    Args:
+        layout: sizes and scheme.
+    Returns: sentences without a final stop; empty if they can.
+    Source: own.
+    """
+    scheme = layout.scheme
+    return unsupported(layout) + _unsupported_in_attention(
+        layout.kv_lora_rank, layout.qk_rope_head_dim, scheme.content_bits, scheme.rope_bits
+    )
+
+
 def require(layout: PageLayout) -> None:
     """Refuse a layout that the kernels cannot work on.
 
@@ -87,19 +101,7 @@ def attention_layout(
     Source: own.
     """
     sizes = (kv_lora_rank, qk_rope_head_dim, content_bits, rope_bits)
-    reasons = []
-    codes_a_word = {2: 8, 3: 8, 4: 4}.get(content_bits, 2)
-    least = max(GROUP, 16 * codes_a_word)  # a matrix product has 16 terms or more
-    if not least <= kv_lora_rank <= MAX_RANK or kv_lora_rank & (kv_lora_rank - 1):
-        reasons.append(
-            f"kv_lora_rank is {kv_lora_rank}, not a power of two from {least} to {MAX_RANK}"
-        )
-    if qk_rope_head_dim < 16 or qk_rope_head_dim & (qk_rope_head_dim - 1):
-        reasons.append(f"qk_rope_head_dim is {qk_rope_head_dim}, not a power of two from 16 on")
-    elif qk_rope_head_dim > GROUP and rope_bits != 16:
-        reasons.append(f"qk_rope_head_dim is {qk_rope_head_dim}, more than one group of {GROUP}")
-    if content_bits == 16:
-        reasons.append("the latent has 16 bits: attention over a BF16 cache is not its purpose")
+    reasons = _unsupported_in_attention(*sizes)
     _refuse(reasons, f"R {sizes[0]}, P {sizes[1]}, bits {sizes[2]} and {sizes[3]}")
     return page_layout(*sizes)
 
@@ -164,6 +166,25 @@ def _unsupported_sizes(
     for name, bits in (("content_bits", content_bits), ("rope_bits", rope_bits)):
         if bits not in BITS:
             reasons.append(f"{name} is {bits}, the kernels know {', '.join(map(str, BITS))}")
+    return reasons
+
+
+def _unsupported_in_attention(
+    kv_lora_rank: int, qk_rope_head_dim: int, content_bits: int, rope_bits: int
+) -> list[str]:
+    reasons = []
+    codes_a_word = {2: 8, 3: 8, 4: 4}.get(content_bits, 2)
+    least = max(GROUP, 16 * codes_a_word)  # a matrix product has 16 terms or more
+    if not least <= kv_lora_rank <= MAX_RANK or kv_lora_rank & (kv_lora_rank - 1):
+        reasons.append(
+            f"kv_lora_rank is {kv_lora_rank}, not a power of two from {least} to {MAX_RANK}"
+        )
+    if qk_rope_head_dim < 16 or qk_rope_head_dim & (qk_rope_head_dim - 1):
+        reasons.append(f"qk_rope_head_dim is {qk_rope_head_dim}, not a power of two from 16 on")
+    elif qk_rope_head_dim > GROUP and rope_bits != 16:
+        reasons.append(f"qk_rope_head_dim is {qk_rope_head_dim}, more than one group of {GROUP}")
+    if content_bits == 16:
+        reasons.append("the latent has 16 bits: attention over a BF16 cache is not its purpose")
     return reasons
 
 
