@@ -208,6 +208,9 @@ def test_kernels_run_where_they_are_compiled_and_wanted(device):
     usual = new_cache(model, "auto")
     assert usual.attention_kernel is None
     forward(model, usual, ids)
+    assert usual.attention_kernel == "torch"  # float32 queries are not rounded unasked
+    model, usual = model.bfloat16(), new_cache(model, "auto")
+    forward(model, usual, ids)
     assert usual.attention_kernel == ("torch" if device == "cpu" else "triton")
     with pytest.raises(CacheError, match="kernels"):
         new_cache(model, "always")

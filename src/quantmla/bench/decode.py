@@ -151,6 +151,10 @@ def _packed_call(
         n_blobs, layout.groups * PAGE_TOKENS, device="cuda", generator=generator
     ).mul_(0.1).add_(0.02)  # fmt: skip
     pages[:, scale_plane.offset_bytes : scale_plane.end_bytes] = steps.bfloat16().view(torch.uint8)
+    if scheme.rope_bits == 16:  # numbers, where random bytes would hold NaN
+        plane = layout.plane("rope")
+        keys = torch.randn(n_blobs, plane.row_bytes // 2 * PAGE_TOKENS, device="cuda")
+        pages[:, plane.offset_bytes : plane.end_bytes] = keys.bfloat16().view(torch.uint8)
     lowest = 2 ** min(scheme.content_bits, scheme.rope_bits) - 1
     pages[:, zero_plane.offset_bytes : zero_plane.end_bytes] &= lowest
     ring_tokens = scheme.window_tokens + point.queries - 1

@@ -49,11 +49,14 @@ class LatentPools:
         self.ring_tokens = scheme.window_tokens + slack_tokens
         self.row_tokens = self.sink_tokens + self.ring_tokens
         self.blobs_per_page = page_tokens // PAGE_TOKENS
+        # One allocation: an allocator rounds each of many, by more than a percent of a small cache.
         # Not zeroed: a reader depends on written tokens only. No inference tensors: what
         # inference_mode filled must stay writable outside of it.
         with torch.inference_mode(False):
-            self.pages = [self._empty_pages(layout) for layout in self.layouts]
-            self.rows = [self._empty_rows(layout) for layout in self.layouts]
+            self.storage = torch.empty(
+                self._pages_bytes() + self._rows_bytes(), dtype=torch.uint8, device=self.device
+            )
+            self.pages, self.rows = self._carve()
 
     def _check_arguments(self) -> None:
         protected = {(x.scheme.sink_tokens, x.scheme.window_tokens) for x in self.layouts}
@@ -72,13 +75,22 @@ class LatentPools:
             if type(value) is not int or not least <= value < end:
                 _refuse(f"{name} cannot be used", f"{least} <= {name} < {end}", repr(value))
 
-    def _empty_pages(self, layout: PageLayout) -> Tensor:
-        shape = (self.n_pages * self.blobs_per_page, layout.page_bytes)
-        return torch.empty(shape, dtype=torch.uint8, device=self.device)
+    def _pages_bytes(self) -> int:
+        return self.n_pages * self.page_bytes
 
-    def _empty_rows(self, layout: PageLayout) -> Tensor:
-        shape = (self.n_slots, self.row_tokens, layout.kv_lora_rank + layout.qk_rope_head_dim)
-        return torch.empty(shape, dtype=torch.bfloat16, device=self.device)
+    def _rows_bytes(self) -> int:
+        return self.n_slots * self.slot_bytes
+
+    def _carve(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Cut the storage into pages of all layers, whose sizes keep them aligned, and rows."""
+        blobs = self.n_pages * self.blobs_per_page
+        page_sizes = [blobs * layout.page_bytes for layout in self.layouts]
+        row_sizes = [self.n_slots * self.row_tokens * _row_bytes(x) for x in self.layouts]
+        parts = self.storage.split(page_sizes + row_sizes)
+        pages = [part.view(blobs, -1) for part in parts[: len(page_sizes)]]
+        shape = (self.n_slots, self.row_tokens, -1)
+        rows = [part.view(torch.bfloat16).view(shape) for part in parts[len(page_sizes) :]]
+        return pages, rows
 
     @property
     def page_bytes(self) -> int:
@@ -88,11 +100,11 @@ class LatentPools:
     @property
     def slot_bytes(self) -> int:
         """Bytes of the BF16 rows of one slot in all layers together."""
-        return sum(rows[0].nbytes for rows in self.rows)
+        return self.row_tokens * sum(_row_bytes(layout) for layout in self.layouts)
 
     def resident_bytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(tensor.untyped_storage().nbytes() for tensor in self.pages + self.rows)
+        return self.storage.untyped_storage().nbytes()
 
     def geometry(self) -> dict:
         """What decides the bytes of pages and rows apart from the checkpoint, as plain JSON."""
@@ -158,6 +170,11 @@ class LatentPools:
             if used < PAGE_TOKENS:
                 layout.wipe(page, used)
         return host
+
+
+def _row_bytes(layout: PageLayout) -> int:
+    """Bytes of one BF16 row of a layer."""
+    return 2 * (layout.kv_lora_rank + layout.qk_rope_head_dim)
 
 
 def _refuse(what: str, expected: str, got: object) -> None:

@@ -100,14 +100,17 @@ def device_name(device: str) -> str:
 def git_revision() -> str | None:
     """Return the commit of the source that runs, "+dirty" if it was changed; None without git.
 
-    A copy of the source without its history may say which commit it is in QUANTMLA_REVISION.
+    A copy of the source says which commit it is in QUANTMLA_REVISION: it may come without its
+    history, or with that of another commit.
 
     Source: own.
     """
+    said = os.environ.get("QUANTMLA_REVISION", "")
+    if REVISION.fullmatch(said):
+        return said
     root = Path(quantmla.__file__).resolve().parents[2]
     if not (root / ".git").exists():
-        said = os.environ.get("QUANTMLA_REVISION", "")
-        return said if REVISION.fullmatch(said) else None
+        return None
     commit = _git(root, "rev-parse", "HEAD")
     if commit is None:
         return None
