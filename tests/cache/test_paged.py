@@ -241,7 +241,8 @@ def test_memory_is_what_accounting_says():
         sizes = {"n_pages": 8, "n_slots": 3, "page_tokens": page_tokens, "slack_tokens": 6}
         cache = PagedLatentCache(layouts, **sizes, device="cpu", fingerprint="x")
         tensors = [x for layer in range(2) for x in cache.pool(layer)]
-        held = sum(x.untyped_storage().nbytes() for x in tensors)
+        held = sum(x.nbytes for x in tensors)
+        assert {x.untyped_storage().nbytes() for x in tensors} == {held}  # one allocation
         assert cache.resident_bytes() == held == pool_bytes(layouts, **sizes)
         assert held == 8 * cache.page_bytes + 3 * cache.slot_bytes
         assert [x.shape[0] for x in tensors] == [8 * page_tokens // 64, 3] * 2
