@@ -15,13 +15,13 @@ import triton.language as tl
 from torch import Tensor
 
 from quantmla.kernels.decode import merge_parts
+from quantmla.kernels.packed_loop import LOG2_E
 
 if TYPE_CHECKING:
     from quantmla.bench.peers import BF16Cache
 
 HEADS, TILE, WARPS, STAGES = 16, 32, 4, 2
 SPLITS = (4, 16, 64)  # the fastest is taken
-LOG2_E = 1.4426950408889634
 
 
 @triton.jit

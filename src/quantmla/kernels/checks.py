@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from quantmla.cache.layout import PAGE_ALIGN_BYTES
+from quantmla.cache.pools import PAGE_TOKENS_CHOICES
 from quantmla.errors import CacheError
 from quantmla.kernels.support import page_layout
 
 INPUT_TYPES = (torch.bfloat16, torch.float16, torch.float32)
-PAGE_SIZES = (64, 128, 256)  # tokens of a page: 1, 2 or 4 blobs
 
 
 def check_write(
@@ -112,8 +112,9 @@ def expect_block_table(
     Source: own.
     """
     expect(wrong, "block_table", block_table, device, (torch.int32,), (None, None))
-    if page_tokens not in PAGE_SIZES:
-        wrong.append(f"page_tokens is {page_tokens}, not one of {', '.join(map(str, PAGE_SIZES))}")
+    if page_tokens not in PAGE_TOKENS_CHOICES:
+        choices = ", ".join(map(str, PAGE_TOKENS_CHOICES))
+        wrong.append(f"page_tokens is {page_tokens}, not one of {choices}")
 
 
 @lru_cache(maxsize=256)

@@ -55,17 +55,6 @@ def unsupported_in_attention(layout: PageLayout) -> list[str]:
     )
 
 
-def require(layout: PageLayout) -> None:
-    """Refuse a layout that the kernels cannot work on.
-
-    Args:
-        layout: sizes and scheme.
-    Raises: KernelUnavailableError with every reason.
-    Source: own.
-    """
-    _refuse(unsupported(layout), f"scheme {layout.scheme.name}")
-
-
 @lru_cache(maxsize=256)
 def page_layout(
     kv_lora_rank: int, qk_rope_head_dim: int, content_bits: int, rope_bits: int
