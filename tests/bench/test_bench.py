@@ -1,6 +1,7 @@
 """The benchmarks: refusals on a CPU; on a GPU one small point of each, its error and its peers."""
 
 import json
+from itertools import product
 
 import pytest
 import torch
@@ -74,11 +75,11 @@ def test_small_batches_are_split_and_large_ones_are_not():
 
 def test_every_architecture_has_a_launch():
     for capability in ((7, 5), (8, 0), (8, 9), (9, 0), (10, 0), (12, 1), None):
-        for rows in (1, 16, 17, 1024):
+        for rows, bits in product((1, 16, 17, 1024), ((4, 4), (2, 4), (8, 8), (3, 4))):
             for kernel in ("decode", "prefill"):
-                launch = launch_of(kernel, rows, capability)
+                launch = launch_of(kernel, rows, *bits, capability)
                 assert launch.rows in (16, 32)
-                assert 64 % launch.tile_tokens == 0
+                assert 64 % (launch.tile_tokens * launch.chunks) == 0
 
 
 def test_memory_of_a_paged_cache_is_what_is_accounted():

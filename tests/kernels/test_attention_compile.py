@@ -47,12 +47,16 @@ def build(kernel, arch, warps, values):
 results = {}
 for kind, kernel in ("decode", decode.decode_parts), ("prefill", prefill.prefill_rows):
     for arch, rows, sizes in json.loads(sys.argv[1])[kind]:
-        plan = launch_of(kind, rows, (arch // 10, arch % 10))
+        capability = arch // 10, arch % 10
+        plan = launch_of(kind, rows, *sizes[2:], capability)
         values = packed_loop.attention_constants(*sizes) | packed_loop.plan_constants(plan)
         values |= {"SINK": 4, "WINDOW": 128, "BLOBS_A_PAGE": 1}
+        if kind == "decode":
+            values["EARLY"] = capability >= decode.EARLY_LAUNCH
         results[f"{kind} {arch} {rows} {sizes}"] = build(kernel, arch, plan.warps, values)
-merge = {"R": 512, "COLUMNS": 128, "CHUNK": 64}
-results["merge 80"] = build(decode.merge_parts, 80, 4, merge)
+merge = {"R": 512, "N": 4, "COLUMNS": 128, "CHUNK": 64}
+results["merge 80"] = build(decode.merge_parts, 80, 4, merge | {"EARLY": False})
+results["merge 90"] = build(decode.merge_parts, 90, 4, merge | {"EARLY": True})
 print(json.dumps(results))
 """
 # Shared memory of a program, by compute capability (CUDA C++ programming guide).
@@ -73,7 +77,7 @@ def test_attention_kernels_compile(tmp_path):
     run = subprocess.run(command, env=env, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     results = json.loads(run.stdout)
-    assert len(results) == sum(map(len, CASES.values())) + 1
+    assert len(results) == sum(map(len, CASES.values())) + 2
     for name, result in results.items():
         kind, arch = name.split()[:2]
         assert result["shared"] <= LIMIT_BYTES[int(arch)], name

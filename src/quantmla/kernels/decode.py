@@ -21,17 +21,18 @@ from quantmla.kernels.packed_loop import (
     LN_2,
     LOG2_E,
     attention_constants,
+    codes_a_word,
     dot,
     packed_run,
     plan_constants,
     softmax_step,
     typed,
 )
-from quantmla.kernels.unpack import join_fields
 
 # What a program of the second launch merges: a fixed number of parts a step, so that the sum does
 # not depend on how many empty parts follow.
 MERGE_PARTS, MERGE_COLUMNS = 64, 128
+EARLY_LAUNCH = (9, 0)  # oldest GPU that can start a kernel before the one it depends on has ended
 MOST_PARTS = 65535  # of a grid's third axis
 MOST_PARTS_BYTES = 4 << 30
 
@@ -66,7 +67,9 @@ def launch(
         return out, lse
     interpret = INTERPRET.value
     capability, sms = (None, INTERPRETER_SMS) if interpret else device_limits(pages.device.index)
-    plan = launch_of("decode", all_rows, capability)
+    plan = launch_of("decode", all_rows, content_bits, rope_bits, capability)
+    # the second launch gets ready while the first one ends
+    early = capability is not None and capability >= EARLY_LAUNCH
     row_tiles = triton.cdiv(all_rows, plan.rows)
     blobs = block_table.shape[1] * page_tokens // PAGE_TOKENS
     if split_tokens:
@@ -101,6 +104,7 @@ def launch(
         WINDOW=window_tokens,
         BLOBS_A_PAGE=page_tokens // PAGE_TOKENS,
         **plan_constants(plan),
+        EARLY=early,
         num_warps=plan.warps,
     )
     columns = min(rank, MERGE_COLUMNS)
@@ -111,9 +115,12 @@ def launch(
         lse,
         parts,
         R=rank,
+        N=codes_a_word(content_bits),
         COLUMNS=columns,
         CHUNK=MERGE_PARTS,
+        EARLY=early,
         num_warps=4,
+        **({"launch_pdl": True} if early else {}),
     )
     return out, lse
 
@@ -142,8 +149,8 @@ def decode_parts(
     R: tl.constexpr, P: tl.constexpr, CONTENT_BITS: tl.constexpr, ROPE_BITS: tl.constexpr,
     SINK: tl.constexpr, WINDOW: tl.constexpr, BLOBS_A_PAGE: tl.constexpr,
     ROPE_OFFSET: tl.constexpr, SCALE_OFFSET: tl.constexpr, ZERO_OFFSET: tl.constexpr,
-    ROWS: tl.constexpr, TILE: tl.constexpr, RECENT_TILE: tl.constexpr, STAGES: tl.constexpr,
-    ASM: tl.constexpr, UPCAST: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, CHUNKS: tl.constexpr, RECENT_TILE: tl.constexpr,
+    STAGES: tl.constexpr, ASM: tl.constexpr, UPCAST: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Attend from one tile of (query, head) rows of a request to one of its parts.
 
@@ -152,7 +159,9 @@ def decode_parts(
         words, scales, zeros: the pool as int16, bf16 and int16.
         rows [slots, SINK + ring_tokens, R+P, bf16]; block_table [B, .., int32]; seq_lens, row_slots
             [B, int32].
-        out [parts, B, S*H, R, fp32], lse [parts, B, S*H, fp32, base 2].
+        out [parts, B, S*H, R, fp32]: channels in order of (channel mod N, channel // N), the order
+            in which packed words give them; N codes are a word.
+        lse [parts, B, S*H, fp32, base 2].
         scale_log2: softmax scale times log2(e).
     """
     # The part is the slowest index, and the short part that reads BF16 rows comes last: then long
@@ -164,6 +173,7 @@ def decode_parts(
     row = first_row + tl.arange(0, ROWS)
     in_range = row < all_rows
     length = tl.load(seq_lens + request)
+    slot = tl.load(row_slots + request).to(tl.int64)
     position = length - queries + row // heads  # of each row's query
     position = tl.where(in_range, position, -1)
     q_latent += (request.to(tl.int64) * all_rows + first_row) * R
@@ -174,11 +184,10 @@ def decode_parts(
     out += (target + first_row) * R
     lse += target
     if part == parts - 1:
-        slot = tl.load(row_slots + request).to(tl.int64)
         _recent(
             q_latent, q_rope, rows + slot * slot_stride, out, lse + row, length, position, in_range,
             queries, ring_tokens, scale_log2,
-            R, P, SINK, WINDOW, ROWS, RECENT_TILE, UPCAST,
+            R, P, CONTENT_BITS, SINK, WINDOW, ROWS, RECENT_TILE, UPCAST, EARLY,
         )  # fmt: skip
     else:
         _packed(
@@ -186,22 +195,30 @@ def decode_parts(
             out, lse + row, length, position, in_range, queries, part, split_blobs,
             blob_stride_bytes, scale_log2,
             R, P, CONTENT_BITS, ROPE_BITS, SINK, WINDOW, BLOBS_A_PAGE,
-            ROPE_OFFSET, SCALE_OFFSET, ZERO_OFFSET, ROWS, TILE, STAGES, ASM, UPCAST,
+            ROPE_OFFSET, SCALE_OFFSET, ZERO_OFFSET, ROWS, TILE, CHUNKS, STAGES, ASM, UPCAST, EARLY,
         )  # fmt: skip
 
 
 @triton.jit
 def _recent(
     q_latent, q_rope, rows, out, lse, length, position, in_range, queries, ring_tokens, scale_log2,
-    R: tl.constexpr, P: tl.constexpr, SINK: tl.constexpr, WINDOW: tl.constexpr,
-    ROWS: tl.constexpr, TILE: tl.constexpr, UPCAST: tl.constexpr,
+    R: tl.constexpr, P: tl.constexpr, CONTENT_BITS: tl.constexpr, SINK: tl.constexpr,
+    WINDOW: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, UPCAST: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
-    r, c, p = tl.arange(0, ROWS), tl.arange(0, R), tl.arange(0, P)
-    ql = tl.load(q_latent + r[:, None] * R + c[None, :], mask=in_range[:, None], other=0.0)
+    # Channels in slices: one chain of products over all of them would be slow.
+    SLICES: tl.constexpr = R // 128 if R > 128 else 1
+    C: tl.constexpr = R // SLICES
+    N: tl.constexpr = 8 if CONTENT_BITS == 3 else 16 // CONTENT_BITS
+    r, c, p = tl.arange(0, ROWS), tl.arange(0, C), tl.arange(0, P)
+    ql, acc = (), ()
+    for i in tl.static_range(SLICES):
+        q = q_latent + r[:, None] * R + (i * C + c)[None, :]
+        ql = ql + (tl.load(q, mask=in_range[:, None], other=0.0),)
+        acc = acc + (tl.zeros([ROWS, C], tl.float32),)
     qr = tl.load(q_rope + r[:, None] * P + p[None, :], mask=in_range[:, None], other=0.0)
     top = tl.full([ROWS], -float("inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, R], tl.float32)
     start = tl.maximum(length - queries - WINDOW + 1, SINK)  # oldest recent token of any query
     tokens = tl.minimum(SINK, length) + tl.maximum(length - start, 0)
     for first in tl.range(0, tokens, TILE, num_stages=3):
@@ -210,17 +227,29 @@ def _recent(
         index = tl.where(n < SINK, n, SINK + (key - SINK) % ring_tokens)
         present = (key < length)[:, None]
         base = rows + index[:, None] * (R + P)
-        latent = tl.load(base + c[None, :], mask=present, other=0.0)
         rope = tl.load(base + R + p[None, :], mask=present, other=0.0)
-        score = dot(ql, tl.trans(latent), None, UPCAST)
-        score = dot(qr, tl.trans(rope), score, UPCAST) * scale_log2
+        score = dot(qr, tl.trans(rope), None, UPCAST)
+        latent = ()
+        for i in tl.static_range(SLICES):
+            piece = tl.load(base + (i * C + c)[None, :], mask=present, other=0.0)
+            score += dot(ql[i], tl.trans(piece), None, UPCAST)
+            latent = latent + (piece,)
         near = (key[None, :] < SINK) | (key[None, :] > position[:, None] - WINDOW)
-        score = tl.where(near & (key[None, :] <= position[:, None]), score, -float("inf"))
-        top, shift, weight = softmax_step(top, score)
+        near &= key[None, :] <= position[:, None]
+        top, shift, weight = softmax_step(top, tl.where(near, score * scale_log2, -float("inf")))
         total = total * shift + tl.sum(weight, 1)
-        acc = dot(weight.to(tl.bfloat16), latent, acc * shift[:, None], UPCAST)
+        weight = weight.to(tl.bfloat16)
+        sums = ()
+        for i in tl.static_range(SLICES):
+            sums = sums + (dot(weight, latent[i], acc[i] * shift[:, None], UPCAST),)
+        acc = sums
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
     inverse = tl.where(total > 0, 1.0 / total, 0.0)
-    tl.store(out + r[:, None] * R + c[None, :], acc * inverse[:, None], mask=in_range[:, None])
+    for i in tl.static_range(SLICES):
+        channel = i * C + c
+        target = out + r[:, None] * R + (channel % N * (R // N) + channel // N)[None, :]
+        tl.store(target, acc[i] * inverse[:, None], mask=in_range[:, None])
     tl.store(lse, top + tl.log2(total), mask=in_range)
 
 
@@ -231,33 +260,31 @@ def _packed(
     R: tl.constexpr, P: tl.constexpr, CONTENT_BITS: tl.constexpr, ROPE_BITS: tl.constexpr,
     SINK: tl.constexpr, WINDOW: tl.constexpr, BLOBS_A_PAGE: tl.constexpr,
     ROPE_OFFSET: tl.constexpr, SCALE_OFFSET: tl.constexpr, ZERO_OFFSET: tl.constexpr,
-    ROWS: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, ASM: tl.constexpr,
-    UPCAST: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, CHUNKS: tl.constexpr, STAGES: tl.constexpr,
+    ASM: tl.constexpr, UPCAST: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     N: tl.constexpr = 8 if CONTENT_BITS == 3 else 16 // CONTENT_BITS  # codes of a word
     WORDS: tl.constexpr = R // N
     BLOB_TOKENS: tl.constexpr = 64
-    TILES_A_BLOB: tl.constexpr = BLOB_TOKENS // TILE
+    STEPS_A_BLOB: tl.constexpr = BLOB_TOKENS // (TILE * CHUNKS)
     end = tl.maximum(length - WINDOW, 0)  # packed tokens that the newest query reads
     first_blob = split * split_blobs
     last_blob = tl.minimum(first_blob + split_blobs, tl.cdiv(end, BLOB_TOKENS))
     if first_blob < last_blob:
         top, total, acc = packed_run(
-            first_blob * TILES_A_BLOB, last_blob * TILES_A_BLOB, tl.maximum(end - queries + 1, 0),
+            first_blob * STEPS_A_BLOB, last_blob * STEPS_A_BLOB, tl.maximum(end - queries + 1, 0),
             q_latent, q_rope, words, scales, zeros, block_table, end, position, in_range,
             blob_stride_bytes, scale_log2,
             R, P, CONTENT_BITS, ROPE_BITS, SINK, WINDOW, BLOBS_A_PAGE,
-            ROPE_OFFSET, SCALE_OFFSET, ZERO_OFFSET, ROWS, TILE, STAGES, ASM, UPCAST,
+            ROPE_OFFSET, SCALE_OFFSET, ZERO_OFFSET, ROWS, TILE, CHUNKS, STAGES, ASM, UPCAST,
         )  # fmt: skip
-        r, w, n = tl.arange(0, ROWS), tl.arange(0, WORDS), tl.arange(0, N)
+        if EARLY:
+            tl.extra.cuda.gdc_launch_dependents()
+        r, w = tl.arange(0, ROWS), tl.arange(0, WORDS)
         inverse = tl.where(total > 0, 1.0 / total, 0.0)
-        result = ()
         for j in tl.static_range(N):
-            result = result + (acc[j] * inverse[:, None],)
-        tl.store(
-            out + r[:, None, None] * R + w[None, :, None] * N + n[None, None, :],
-            join_fields(result, ROWS, WORDS, N), mask=in_range[:, None, None],
-        )  # fmt: skip
+            target = out + r[:, None] * R + (j * WORDS + w)[None, :]
+            tl.store(target, acc[j] * inverse[:, None], mask=in_range[:, None])
         tl.store(lse, top + tl.log2(total), mask=in_range)
     else:  # the output of a part without keys stays unwritten
         tl.store(lse, tl.full([ROWS], float("-inf"), tl.float32), mask=in_range)
@@ -265,15 +292,17 @@ def _packed(
 
 @triton.jit(do_not_specialize=["parts"])
 def merge_parts(
-    out_parts, lse_parts, out, lse, parts, R: tl.constexpr, COLUMNS: tl.constexpr,
-    CHUNK: tl.constexpr,
+    out_parts, lse_parts, out, lse, parts, R: tl.constexpr, N: tl.constexpr,
+    COLUMNS: tl.constexpr, CHUNK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Merge the parts of one (request, query, head) row; a row without keys gives 0 and -inf.
 
     Args:
-        out_parts [parts, rows, R, fp32], lse_parts [parts, rows, fp32, base 2].
+        out_parts [parts, rows, R, fp32], lse_parts [parts, rows, fp32, base 2]: of decode_parts.
         out [rows, R], lse [rows, fp32, base e].
     """
+    if EARLY:
+        tl.extra.cuda.gdc_wait()  # for the parts
     row = tl.program_id(0).to(tl.int64)
     rows = tl.num_programs(0)
     c = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -297,6 +326,7 @@ def merge_parts(
         acc = acc * shrink + tl.sum(values * weight[:, None], 0)
         top = new
     inverse = tl.where(total > 0, 1.0 / total, 0.0)
-    tl.store(out + row * R + c, (acc * inverse).to(out.dtype.element_ty))
+    channel = c % (R // N) * N + c // (R // N)
+    tl.store(out + row * R + channel, (acc * inverse).to(out.dtype.element_ty))
     if tl.program_id(1) == 0:
         tl.store(lse + row, (top + tl.log2(total)) * LN_2)

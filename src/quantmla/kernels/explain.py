@@ -48,7 +48,7 @@ def explain_decode(
     if result["kernel"] != "triton":
         return result
     capability, sms = device_limits(torch.device(device).index or 0)
-    plan = launch_of("decode", heads * queries, capability)
+    plan = launch_of("decode", heads * queries, scheme.content_bits, scheme.rope_bits, capability)
     row_tiles = -(-heads * queries // plan.rows)
     blobs = -(-context // PAGE_TOKENS)
     size = split_blobs(batch, row_tiles, blobs, sms, plan.programs_an_sm)

@@ -17,7 +17,8 @@ class Launch:
 
     Fields:
         rows: (query, head) rows of a program.
-        tile_tokens: packed tokens of a step.
+        tile_tokens: packed tokens of a tile.
+        chunks: tiles of a step, which share one update of the softmax.
         recent_tokens: BF16 tokens of a step.
         stages: depth of the copy pipeline; two of them go to the page table.
         warps: of a program.
@@ -26,6 +27,7 @@ class Launch:
 
     rows: int
     tile_tokens: int
+    chunks: int
     recent_tokens: int
     stages: int
     warps: int
@@ -35,21 +37,23 @@ class Launch:
 # (oldest compute capability, kernel, most rows of a request): the first row that fits is taken.
 TABLE = {
     (9, 0): {
-        "decode": ((16, Launch(16, 32, 16, 7, 4, 2)), (None, Launch(32, 64, 16, 5, 8, 1))),
-        "prefill": ((None, Launch(32, 64, 32, 5, 8, 1)),),
+        "decode": ((16, Launch(16, 32, 2, 32, 5, 4, 2)), (None, Launch(32, 64, 1, 16, 5, 8, 1))),
+        "prefill": ((None, Launch(32, 64, 1, 32, 5, 8, 1)),),
     },
     # less shared memory than (9, 0)
     (12, 0): {
-        "decode": ((16, Launch(16, 32, 16, 5, 4, 1)), (None, Launch(32, 32, 16, 5, 8, 1))),
-        "prefill": ((None, Launch(32, 32, 16, 5, 8, 1)),),
+        "decode": ((16, Launch(16, 32, 2, 16, 5, 4, 1)), (None, Launch(32, 32, 1, 16, 5, 8, 1))),
+        "prefill": ((None, Launch(32, 32, 1, 16, 5, 8, 1)),),
     },
     (8, 0): {
-        "decode": ((16, Launch(16, 32, 16, 5, 4, 2)), (None, Launch(32, 32, 16, 5, 8, 1))),
-        "prefill": ((None, Launch(32, 32, 16, 5, 8, 1)),),
+        "decode": ((16, Launch(16, 32, 2, 16, 5, 4, 2)), (None, Launch(32, 32, 1, 16, 5, 8, 1))),
+        "prefill": ((None, Launch(32, 32, 1, 16, 5, 8, 1)),),
     },
 }
+# Codes of these widths leave registers for a second tile; others get the stages instead.
+TWO_TILE_BITS = {2, 4}
 # An interpreted program costs milliseconds, whatever it does.
-INTERPRETER = Launch(32, 64, 64, 1, 1, 1)
+INTERPRETER = Launch(32, 64, 1, 64, 1, 1, 1)
 INTERPRETER_SMS = 1
 
 # Cost of a split in units of one packed blob of one program.
@@ -58,23 +62,29 @@ MERGE_BLOBS = 0.03  # each part of each row, in the second launch
 RECENT_BLOBS = 3.0  # the part that reads BF16 rows
 
 
-def launch_of(kernel: str, rows: int, capability: tuple[int, int] | None) -> Launch:
+def launch_of(
+    kernel: str, rows: int, content_bits: int, rope_bits: int, capability: tuple[int, int] | None
+) -> Launch:
     """Return the launch parameters of a kernel.
 
     Args:
         kernel: "decode" or "prefill".
         rows: (query, head) rows of one request.
+        content_bits, rope_bits: code widths.
         capability: of the GPU; None for the interpreter.
     Returns: Launch.
     Source: own.
     """
     if capability is None:
-        return replace(INTERPRETER, rows=16 if rows <= 16 else 32)
+        if rows <= 16:  # the same order of work as on a GPU
+            return replace(INTERPRETER, rows=16, tile_tokens=32, chunks=2)
+        return INTERPRETER
     known = max(version for version in TABLE if version <= max(capability, (8, 0)))
-    for most_rows, launch in TABLE[known][kernel]:
-        if most_rows is None or rows <= most_rows:
-            return launch
-    raise AssertionError(kernel)  # the last entry of each kernel takes any number of rows
+    launches = TABLE[known][kernel]
+    launch = next(one for most, one in launches if most is None or rows <= most)
+    if launch.chunks > 1 and not {content_bits, rope_bits} <= TWO_TILE_BITS:
+        return replace(launch, chunks=1, stages=launch.stages + 2)
+    return launch
 
 
 @lru_cache(maxsize=4096)

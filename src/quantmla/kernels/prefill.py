@@ -56,7 +56,7 @@ def launch(
     _, heads, rank = q_latent.shape
     batch = seq_lens.shape[0]
     capability = None if INTERPRET.value else device_limits(pages.device.index)[0]
-    plan = launch_of("prefill", most_tokens * heads, capability)
+    plan = launch_of("prefill", most_tokens * heads, content_bits, rope_bits, capability)
     # rows that belong to no request are 0
     out = torch.zeros_like(q_latent, dtype=out_dtype)
     lse = q_latent.new_full(q_latent.shape[:2], float("-inf"), dtype=torch.float32)
@@ -98,8 +98,8 @@ def prefill_rows(
     R: tl.constexpr, P: tl.constexpr, CONTENT_BITS: tl.constexpr, ROPE_BITS: tl.constexpr,
     SINK: tl.constexpr, WINDOW: tl.constexpr, BLOBS_A_PAGE: tl.constexpr,
     ROPE_OFFSET: tl.constexpr, SCALE_OFFSET: tl.constexpr, ZERO_OFFSET: tl.constexpr,
-    ROWS: tl.constexpr, TILE: tl.constexpr, RECENT_TILE: tl.constexpr, STAGES: tl.constexpr,
-    ASM: tl.constexpr, UPCAST: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, CHUNKS: tl.constexpr, RECENT_TILE: tl.constexpr,
+    STAGES: tl.constexpr, ASM: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Attend from one tile of (token, head) rows of a request to everything that they may read.
 
@@ -133,11 +133,11 @@ def prefill_rows(
         WORDS: tl.constexpr = R // N
         end = tl.maximum(newest - WINDOW + 1, 0)
         top, total, acc = packed_run(
-            0, tl.cdiv(end, TILE), tl.maximum(oldest - WINDOW + 1, 0),
+            0, tl.cdiv(end, TILE * CHUNKS), tl.maximum(oldest - WINDOW + 1, 0),
             q_latent, q_rope, words, scales, zeros, block_table + request * table_stride, end,
             position, in_range, blob_stride_bytes, scale_log2,
             R, P, CONTENT_BITS, ROPE_BITS, SINK, WINDOW, BLOBS_A_PAGE,
-            ROPE_OFFSET, SCALE_OFFSET, ZERO_OFFSET, ROWS, TILE, STAGES, ASM, UPCAST,
+            ROPE_OFFSET, SCALE_OFFSET, ZERO_OFFSET, ROWS, TILE, CHUNKS, STAGES, ASM, UPCAST,
         )  # fmt: skip
         # from channel mod N to channels in order
         acc = tl.reshape(join_fields(acc, ROWS, WORDS, N), (ROWS, R))
