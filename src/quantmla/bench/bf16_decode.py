@@ -88,8 +88,9 @@ def _call(cache: BF16Cache, parts: int) -> Callable[[], Tensor]:
             num_warps=WARPS, num_stages=STAGES,
         )  # fmt: skip
         merge_parts[(batch * heads, rank // 128)](
-            out_parts, lse_parts, out, lse, parts, R=rank, COLUMNS=128, CHUNK=64, num_warps=4
-        )
+            out_parts, lse_parts, out, lse, parts, R=rank, N=1, COLUMNS=128, CHUNK=64,
+            EARLY=False, num_warps=4,
+        )  # fmt: skip
         return out
 
     return call

@@ -135,10 +135,14 @@ def write_kernel(
     BLOCK_TOKENS: tl.constexpr,
 ):
     """Write tokens program_id * BLOCK_TOKENS and following; see `ops.write`."""
-    token = tl.program_id(0).to(tl.int64) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
-    inside = token < n_tokens
+    if BLOCK_TOKENS == 1:
+        token = tl.full([1], tl.program_id(0), tl.int64)
+        inside = tl.full([1], True, tl.int1)
+    else:
+        token = tl.program_id(0).to(tl.int64) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
+        inside = token < n_tokens
     # no load waits for another one, so rows are also read of tokens that are not written
-    index = tl.load(slot_mapping_ptr + token, mask=inside, other=-1)
+    index = _load_each(slot_mapping_ptr, token, inside, -1)
     content = _load_rows(latent_ptr, token, latent_stride, inside, R, R_PADDED)
     rope = _load_rows(k_rope_ptr, token, k_rope_stride, inside, P, P_PADDED)
     row_at, kept = _row_offset(
@@ -202,6 +206,16 @@ def write_kernel(
 
 
 @triton.jit
+def _load_each(ptr, token, inside, other: tl.constexpr):
+    """One number a token [T]. That of a single token is a scalar: whatever is computed from it is
+    then computed once, not once for each layout that it is needed in."""
+    if token.shape[0] == 1:
+        return tl.full([1], tl.load(ptr + tl.program_id(0)), ptr.dtype.element_ty)
+    else:
+        return tl.load(ptr + token, mask=inside, other=other)
+
+
+@triton.jit
 def _load_rows(source_ptr, token, stride, inside, CHANNELS: tl.constexpr, PADDED: tl.constexpr):
     """BF16 bits [T, PADDED] of a path; 0 where there is no channel or token."""
     channel = tl.arange(0, PADDED)
@@ -227,9 +241,9 @@ def _row_offset(
     row_stride,
 ):
     """Where in `rows` tokens go [T, elements], and which of them have a row there [T]."""
-    position = tl.load(positions_ptr + token, mask=inside, other=-1)
-    row_slot = tl.load(row_slots_ptr + token, mask=inside, other=-1)
-    seq_end = tl.load(seq_ends_ptr + token, mask=inside, other=0)
+    position = _load_each(positions_ptr, token, inside, -1)
+    row_slot = _load_each(row_slots_ptr, token, inside, -1)
+    seq_end = _load_each(seq_ends_ptr, token, inside, 0)
     in_sink = (position >= 0) & (position < sink_tokens)
     # of the tokens of one call that share a ring row, only the last one writes it
     in_ring = (position >= sink_tokens) & (position >= seq_end - ring_tokens)
