@@ -79,5 +79,6 @@ def test_kernels_compile(tmp_path):
     for arch in (80, 90):
         write = results[f"write {arch}"]
         assert write["vectors"] > 0, "rows are read 16 bytes at a time"
-        # one for each channel of a thread, 8 + 1, and for its zero points, and none that was fused
-        assert write["fused"] == 11
+        # one for each channel of a thread, 8 + 1, one for each of its two zero points, two for each
+        # of its two steps, and none that was fused
+        assert write["fused"] == 15

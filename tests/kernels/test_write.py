@@ -227,7 +227,7 @@ def test_addresses_pass_2_gib(device):
     assert same_bits(pool.cpu(), check(tokens, device).pages)
 
 
-@pytest.mark.parametrize("shape", [(1, 2), (4, 4), (16, 4), (16, 8)])
+@pytest.mark.parametrize("shape", [(1, 1), (1, 2), (4, 4), (16, 8)])
 def test_tokens_of_a_program_do_not_change_bytes(device, shape):
     from quantmla.kernels.write import launch
 

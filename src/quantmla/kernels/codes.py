@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from quantmla.kernels.common import bf16_bits, bf16_numbers
+from quantmla.kernels.common import INTERPRET, bf16_bits, bf16_numbers
 from quantmla.quant.affine import MAGNITUDE_MAX, SCALE_MIN
 
 _SCALE_MIN = tl.constexpr(SCALE_MIN)
@@ -55,7 +55,7 @@ def quantise(x, clip_ptr, BITS: tl.constexpr, GROUPS: tl.constexpr):
         group = tl.arange(0, x.shape[1])
         clip = tl.load(clip_ptr + group, mask=group < GROUPS, other=1.0)[None, :]
         low, high = low * clip, high * clip
-    step = tl.maximum(tl.div_rn(high - low, LEVELS), _SCALE_MIN)
+    step = tl.maximum(_over(high - low, LEVELS), _SCALE_MIN)
     scale_bits = bf16_bits(tl.where(constant, 1.0, step))
     scale = bf16_numbers(scale_bits)
     # Division by s without dividing each element: x and s have 8 significant bits each, so x / s
@@ -72,6 +72,19 @@ def quantise(x, clip_ptr, BITS: tl.constexpr, GROUPS: tl.constexpr):
     code = (quotient + _TO_INTEGER) + zero[:, :, None]
     code = tl.minimum(tl.maximum(code, _TO_INTEGER), _TO_INTEGER + LEVELS)
     return code.to(tl.int32, bitcast=True), scale_bits, zero.to(tl.int32)
+
+
+@triton.jit
+def _over(x, LEVELS: tl.constexpr):
+    """x / LEVELS, correctly rounded wherever that is a normal number: one step of refinement with
+    an exact remainder, since the division of the GPU branches."""
+    if INTERPRET:  # its fma rounds twice
+        return tl.div_rn(x, LEVELS)
+    else:
+        inverse = tl.full(x.shape, 1.0 / LEVELS, tl.float32)
+        quotient = x * inverse
+        rest = tl.fma(quotient, tl.full(x.shape, -LEVELS, tl.float32), x)
+        return tl.fma(rest, inverse, quotient)
 
 
 @triton.jit

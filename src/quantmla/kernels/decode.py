@@ -246,10 +246,12 @@ def _recent(
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     inverse = tl.where(total > 0, 1.0 / total, 0.0)
+    j, w = tl.arange(0, N), tl.arange(0, C // N)[None, None, :]
     for i in tl.static_range(SLICES):
-        channel = i * C + c
-        target = out + r[:, None] * R + (channel % N * (R // N) + channel // N)[None, :]
-        tl.store(target, acc[i] * inverse[:, None], mask=in_range[:, None])
+        # [ROWS, C / N, N] to the order of the parts
+        part = tl.permute(tl.reshape(acc[i] * inverse[:, None], (ROWS, C // N, N)), (0, 2, 1))
+        target = out + r[:, None, None] * R + j[None, :, None] * (R // N) + i * (C // N) + w
+        tl.store(target, part, mask=in_range[:, None, None])
     tl.store(lse, top + tl.log2(total), mask=in_range)
 
 

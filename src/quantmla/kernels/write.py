@@ -23,6 +23,8 @@ from quantmla.kernels.common import (
 )
 
 _INF = tl.constexpr(float("inf"))
+INTERPRETER_SHAPE = 16, 1  # there a program costs tens of milliseconds, whatever its size
+REGISTERS_A_THREAD = 64  # 32 programs of one warp then fit an SM, the most that it takes
 
 
 def launch(
@@ -46,13 +48,13 @@ def launch(
     """Launch the kernel; the arguments are those of `ops.write` and are not checked here.
 
     Args:
-        shape: (tokens of a program, warps of a program) instead of `launch_shape`.
+        shape: (tokens of a program, warps of a program) instead of one warp for each token.
     Source: own.
     """
     n_tokens = latent.shape[0]
     if n_tokens == 0:
         return
-    block_tokens, num_warps = shape or launch_shape(n_tokens)
+    block_tokens, num_warps = shape or (INTERPRETER_SHAPE if INTERPRET.value else (1, 1))
     write_kernel[(triton.cdiv(n_tokens, block_tokens),)](
         latent,
         k_rope,
@@ -78,20 +80,9 @@ def launch(
         **constants(latent.shape[1], k_rope.shape[1], content_bits, rope_bits),
         BLOCK_TOKENS=block_tokens,
         num_warps=num_warps,
+        maxnreg=REGISTERS_A_THREAD if (block_tokens, num_warps) == (1, 1) else None,
         enable_fp_fusion=False,
     )
-
-
-def launch_shape(n_tokens: int) -> tuple[int, int]:
-    """Return tokens and warps of a program, as measured on an H200.
-
-    Args:
-        n_tokens: S.
-    Source: own.
-    """
-    if INTERPRET.value:
-        return 16, 1  # a program costs tens of milliseconds, whatever its size
-    return (1, 1) if n_tokens <= 16384 else (4, 4)
 
 
 @triton.jit(
