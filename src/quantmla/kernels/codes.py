@@ -21,6 +21,7 @@ INTEGER_BITS = tl.constexpr(0x4B400000)
 _TWO_23, _TWO_23_BITS = tl.constexpr(8388608.0), tl.constexpr(0x4B000000)
 # Adding 1.5 * 2**12 rounds to multiples of 2**-11.
 _TO_GRID = tl.constexpr(6144.0)
+_FROM_GRID = tl.constexpr(12582912.0 - 6144.0)  # and this then rounds the product to an integer
 
 
 @triton.jit
@@ -64,14 +65,15 @@ def quantise(x, clip_ptr, BITS: tl.constexpr, GROUPS: tl.constexpr):
     # moves nothing else across one.
     inverse = 1.0 / scale
     if clip_ptr is None:
-        zero = snap(-low, inverse)
+        zero = snap(-low, inverse) + _FROM_GRID
     else:
-        zero = tl.div_rn(-low, scale)  # a clipped minimum has more than 8 significant bits
-    zero = tl.minimum(tl.maximum((zero + _TO_INTEGER) - _TO_INTEGER, 0.0), LEVELS)
-    quotient = snap(x, inverse[:, :, None])
-    code = (quotient + _TO_INTEGER) + zero[:, :, None]
+        # a clipped minimum has more than 8 significant bits
+        zero = tl.div_rn(-low, scale) + _TO_INTEGER
+    zero = tl.minimum(tl.maximum(zero, _TO_INTEGER), _TO_INTEGER + LEVELS)
+    code = snap(x, inverse[:, :, None]) + _FROM_GRID + (zero - _TO_INTEGER)[:, :, None]
     code = tl.minimum(tl.maximum(code, _TO_INTEGER), _TO_INTEGER + LEVELS)
-    return code.to(tl.int32, bitcast=True), scale_bits, zero.to(tl.int32)
+    zero = zero.to(tl.int32, bitcast=True) - INTEGER_BITS
+    return code.to(tl.int32, bitcast=True), scale_bits, zero
 
 
 @triton.jit
@@ -89,8 +91,8 @@ def _over(x, LEVELS: tl.constexpr):
 
 @triton.jit
 def snap(x, inverse):
-    """x * inverse on a grid of 2**-11, up to 2**11."""
-    return tl.fma(x, inverse, tl.full(x.shape, _TO_GRID, tl.float32)) - _TO_GRID
+    """x * inverse + 1.5 * 2**12, on a grid of 2**-11, for products up to 2**11."""
+    return tl.fma(x, inverse, tl.full(x.shape, _TO_GRID, tl.float32))
 
 
 @triton.jit
