@@ -1,0 +1,95 @@
+"""Which quantiser each path of a checkpoint's cache has, and in which coordinates."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from quantmla.cache.layout import PageLayout
+from quantmla.config import KVScheme, QuantMLABlock
+from quantmla.dims import MLADims
+from quantmla.engine.clips import check_block, load_clips
+from quantmla.errors import SchemeError
+
+if TYPE_CHECKING:
+    from quantmla.checkpoint.reader import CheckpointReader
+    from quantmla.quant import Clip
+
+PLAIN_SCHEME = "c4r4"  # of the study's analysis
+EXACT_BITS = 16
+
+
+@dataclass(frozen=True)
+class LayerFormat:
+    """How one layer's cache rounds.
+
+    Args:
+        scheme: bits, group and zero mode.
+        content_clip, rope_clip: clip ratios of the writer, None for none.
+        rope_online: "hadamard" where the cache turns keys and queries after RoPE.
+    """
+
+    scheme: KVScheme
+    content_clip: Clip = None
+    rope_clip: Clip = None
+    rope_online: str | None = None
+
+
+def layer_formats(reader: CheckpointReader, scheme: KVScheme | None) -> list[LayerFormat]:
+    """Return the format of every cache layer.
+
+    A fused checkpoint has formats of its own; clip ratios are kept where its bits are. Any other is
+    read with `scheme`, or C4R4.
+
+    Args:
+        reader: checkpoint, fused or not.
+        scheme: instead of the checkpoint's own.
+
+    Returns:
+        One LayerFormat a cache layer.
+
+    Raises:
+        SchemeError: a path is not quantised, so that there is no error to follow.
+        CheckpointError: a fused folder whose parts do not belong together.
+
+    Source: own.
+    """
+    dims = MLADims.from_config(reader.config)
+    layers = range(dims.num_cache_layers)
+    if reader.is_fused:
+        formats = _fused_formats(reader, dims, scheme)
+    else:
+        formats = [LayerFormat(scheme or KVScheme.parse(PLAIN_SCHEME)) for _ in layers]
+    for layer, one in enumerate(formats):
+        if EXACT_BITS in (one.scheme.content_bits, one.scheme.rope_bits):
+            raise SchemeError(
+                "a path that is not quantised has no error to follow",
+                where=f"cache layer {layer}, {one.scheme.name}",
+                expected="fewer than 16 bits on both paths",
+                next_step=f"name a scheme, as --scheme {PLAIN_SCHEME}",
+            )
+    return formats
+
+
+def _fused_formats(
+    reader: CheckpointReader, dims: MLADims, scheme: KVScheme | None
+) -> list[LayerFormat]:
+    block = QuantMLABlock.from_config(reader.config)
+    check_block(block, reader.config, reader.path)
+    own = [block.scheme(layer) for layer in range(dims.num_cache_layers)]
+    clips: list[tuple[Clip, Clip]] = [(None, None)] * len(own)
+    if block.clip:
+        layouts = [PageLayout(dims.kv_lora_rank, dims.qk_rope_head_dim, one) for one in own]
+        clips = load_clips(reader.path, layouts, block)
+    formats = []
+    for mine, (content_clip, rope_clip) in zip(own, clips, strict=True):
+        used = scheme or mine
+        formats.append(
+            LayerFormat(
+                used,
+                content_clip if used.content_bits == mine.content_bits else None,
+                rope_clip if used.rope_bits == mine.rope_bits else None,
+                block.rope_online,
+            )
+        )
+    return formats
