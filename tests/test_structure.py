@@ -34,6 +34,9 @@ MAY_IMPORT = {
     "convert": BASE | {"checkpoint", "text", "loading"},
     "calibrate": BASE | {"quant", "cache", "transform", "checkpoint", "text", "loading"},
     "evaluate": BASE | {"quant", "cache", "kernels", "engine", "checkpoint", "text", "loading"},
+    "analyze": BASE
+    | {"quant", "cache", "transform", "checkpoint", "text", "loading", "calibrate"}
+    | {"engine.clips", "evaluate.manifest", "evaluate.model"},
     "report": BASE,
     "bench": BASE | {"cache", "kernels", "evaluate"},
 }

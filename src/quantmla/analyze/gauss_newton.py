@@ -56,8 +56,8 @@ def _energies(window: CachedWindow, directions: Tensor, expand) -> Tensor:
         mixed = weight @ near  # [H, rows, V]
         for index, (d_key, d_value) in enumerate(changed):
             d_rope = directions[index] if expand is None else None
-            moved = weight * window.logits(rows, d_key, d_rope)
-            change = moved @ near - moved.sum(-1, keepdim=True) * mixed
+            moved = window.logits(rows, d_key, d_rope).mul_(weight)
+            change = (moved @ near).sub_(moved.sum(-1, keepdim=True) * mixed)
             if d_value is not None:
                 change += weight @ d_value[:, : rows.stop]
             energies[index] += window.project(change).double().square().sum()

@@ -122,7 +122,9 @@ def _bound_result(windows: list[WindowSums]) -> dict[str, dict[str, float]]:
     ratios = {}
     for name in FINITE_BOUNDS + FIRST_ORDER_BOUNDS:
         finite = name in FINITE_BOUNDS
-        left = [window.moved["rope"] if finite else window.first_order["rope"] for window in windows]
+        left = [
+            window.moved["rope"] if finite else window.first_order["rope"] for window in windows
+        ]
         right = [getattr(window.bound, name) for window in windows]
         ratios[name] = {
             "ratio": sum(left) / sum(right),

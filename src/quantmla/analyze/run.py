@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,7 @@ class Plan:
     layers: tuple[int, ...] | None = None
     scheme: KVScheme | None = None
     nmse: float = 0.01
-    probes: int = 8
+    probes: int = 4
     seed: int = 0
     device: str = "cpu"
 

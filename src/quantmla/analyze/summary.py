@@ -9,6 +9,7 @@ import torch
 
 from quantmla.analyze.intervals import window_interval
 from quantmla.analyze.result import FINITE_BOUNDS, FIRST_ORDER_BOUNDS, PATHS
+from quantmla.errors import GateError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -95,3 +96,29 @@ def _responses(sums: dict[str, Tensor], path: str, counts: Tensor) -> Tensor:
 
 def _mean(layers: list[dict[str, Any]], part: str, name: str) -> float:
     return sum(layer[part][name] for layer in layers) / len(layers)
+
+
+def require_sound(summary: dict[str, Any]) -> None:
+    """Refuse an analysis whose exact statements failed on its own numbers.
+
+    Args: summary [of model_summary].
+    Raises: GateError, with the worst number.
+    Source: own.
+    """
+    if not summary["decomposition_closes"]:
+        raise GateError(
+            "the parts of the content error do not add up to it",
+            where="content_shares",
+            expected=f"a sum within {CLOSES_TO:g} of 1 in every layer",
+            got=f"a gap of {summary['content_shares_gap']:.3g}",
+            next_step="report it with the result file",
+        )
+    if not summary["bound_holds"]:
+        worst = max(summary["bound_largest"], key=summary["bound_largest"].get)
+        raise GateError(
+            "an error of the output is larger than its bound",
+            where=f"bound, {worst}",
+            expected="at most 1 in every window of every layer",
+            got=f"{summary['bound_largest'][worst]:.6g}",
+            next_step="report it with the result file",
+        )

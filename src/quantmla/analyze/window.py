@@ -134,12 +134,12 @@ class CachedWindow:
 
         Source: own.
         """
-        parts = []
-        if key is not None:
-            parts.append(self.q_nope[:, rows] @ key[:, : rows.stop].mT)
-        if k_rope is not None:
-            parts.append(self.q_rope[:, rows] @ k_rope[: rows.stop].T)
-        return sum(parts[1:], parts[0])
+        if key is None:
+            return self.q_rope[:, rows] @ k_rope[: rows.stop].T
+        logits = self.q_nope[:, rows] @ key[:, : rows.stop].mT
+        return (
+            logits if k_rope is None else logits.add_(self.q_rope[:, rows] @ k_rope[: rows.stop].T)
+        )
 
     def future(self, rows: slice) -> Tensor:
         """Return True [rows, keys] where a key is later than the query."""

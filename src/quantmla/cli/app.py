@@ -9,7 +9,7 @@ import traceback
 
 import typer
 
-from quantmla.cli import bench, calibration, checkpoints, evaluation, showcase
+from quantmla.cli import analysis, bench, calibration, checkpoints, evaluation, showcase
 from quantmla.cli.common import state
 from quantmla.cli.explain import explain
 from quantmla.errors import QuantMLAError
@@ -29,6 +29,7 @@ app.command("inspect")(checkpoints.inspect)
 app.command("convert")(checkpoints.convert)
 app.command("calibrate")(calibration.calibrate)
 app.command("verify")(checkpoints.verify)
+app.command("analyze")(analysis.analyze)
 app.command("eval")(evaluation.evaluate)
 app.command("report")(evaluation.report)
 app.command("demo")(showcase.demo)
