@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from cached_window import directions, make_capture, make_window
 from quantmla.analyze import window as module
 from quantmla.analyze.bound import RopeBound
 from quantmla.analyze.decompose import content_terms
@@ -11,7 +12,6 @@ from quantmla.analyze.gauss_newton import jvp_energies
 from quantmla.analyze.response import output_changes
 from quantmla.analyze.window import cached_content
 from quantmla.calibrate.objective import LayerAttention
-from cached_window import directions, make_capture, make_window
 
 
 @pytest.mark.parametrize("index", [0, 1])
