@@ -1,0 +1,49 @@
+"""Formats: plain and fused checkpoints, their clip ratios, and what is refused."""
+
+import pytest
+import torch
+
+from fusing import block_for, random_transforms
+from quantmla.analyze.formats import layer_formats
+from quantmla.checkpoint.fusedir import fuse_checkpoint
+from quantmla.checkpoint.reader import CheckpointReader
+from quantmla.config import KVScheme
+from quantmla.errors import CheckpointError, SchemeError
+from tiny import write_tiny
+
+
+def test_a_plain_checkpoint_has_the_format_of_the_study_or_the_one_named(tmp_path):
+    reader = CheckpointReader(write_tiny(tmp_path))
+    assert [one.scheme.name for one in layer_formats(reader, None)] == ["c4r4", "c4r4"]
+    (first, _) = layer_formats(reader, KVScheme.parse("c2r3"))
+    assert first.scheme.name == "c2r3"
+    assert first.content_clip is first.rope_clip is first.rope_online is None
+    with pytest.raises(SchemeError, match="not quantised"):
+        layer_formats(reader, KVScheme.parse("c4r16"))
+
+
+def test_a_fused_checkpoint_has_its_own(tmp_path):
+    source = write_tiny(tmp_path / "source")
+    transforms = random_transforms(source, clip=True)
+    for transform in transforms:
+        transform.rope_online = "hadamard"
+    block = block_for(
+        source,
+        clip=True,
+        content={"bits": 2},
+        rope_online="hadamard",
+        per_layer={"1": {"rope_bits": 8}},
+    )
+    reader = CheckpointReader(fuse_checkpoint(source, tmp_path / "fused", transforms, block))
+    formats = layer_formats(reader, None)
+    assert [one.scheme.name for one in formats] == ["c2r4", "c2r8"]
+    for one, transform in zip(formats, transforms, strict=True):
+        assert one.rope_online == "hadamard"
+        assert torch.equal(one.content_clip, transform.content_clip.float())
+        assert torch.equal(one.rope_clip, transform.rope_clip.float())
+    first, second = layer_formats(reader, KVScheme.parse("c4r4"))
+    assert first.content_clip is second.content_clip is second.rope_clip is None
+    assert first.rope_clip is not None  # 4 bits, as the ratio was made for
+    (tmp_path / "fused" / "quantmla.safetensors").unlink()
+    with pytest.raises(CheckpointError):
+        layer_formats(reader, None)
