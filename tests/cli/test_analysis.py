@@ -102,6 +102,17 @@ def test_a_dry_run_says_what_it_costs_and_writes_nothing(quantmla, model_folder,
     assert not out.exists()
 
 
+def test_the_report_shows_an_analysis_beside_other_results(quantmla, tmp_path, made):
+    (tmp_path / "analyze.json").write_text(json.dumps(made))
+    page = tmp_path / "report.html"
+    code, stdout, _ = quantmla("report", tmp_path / "analyze.json", "--out", page, "--json")
+    assert code == 0
+    assert json.loads(stdout)["sensitivity_analyses"] == 1
+    text = page.read_text()
+    assert f"Sensitivity of both paths: {made['sensitivity']['settings']['model']}" in text
+    assert text.count("<svg") == 5
+
+
 def test_a_failed_identity_exits_with_3(quantmla, model_folder, text, monkeypatch):
     monkeypatch.setattr(summary, "CLOSES_TO", -1.0)
     arguments = ("--windows", "1", "--sequence-tokens", "8", "--layers", "0", "--json")

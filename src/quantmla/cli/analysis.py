@@ -11,13 +11,6 @@ import typer
 from quantmla.cli.common import DryRun, Json, Quiet, Seed, Verbose, emit, print_fields, table
 
 BOTH_PATHS = (("content", "content"), ("rope", "RoPE"))
-FIGURES = {
-    "content": "content, mean of layers",
-    "rope": "RoPE, mean of layers",
-    "ratio_of_means": "RoPE / content, ratio of means",
-    "mean_of_ratios": "RoPE / content, mean of ratios",
-    "ratio_of_mean_roots": "RoPE / content, ratio of mean square roots",
-}
 
 
 def analyze(
@@ -124,6 +117,8 @@ def print_analysis(result: dict[str, Any]) -> None:
     Args: result [of run_analysis].
     Source: own.
     """
+    from quantmla.report.sensitivity import FIGURES
+
     sensitivity = result["sensitivity"]
     settings, model, layers = (sensitivity[part] for part in ("settings", "model", "layers"))
     print(

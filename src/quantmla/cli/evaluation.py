@@ -165,7 +165,8 @@ def print_results(results: dict) -> None:
 
 def report(
     results: Annotated[
-        list[Path], typer.Argument(help="results.json files, or folders that hold one.")
+        list[Path],
+        typer.Argument(help="results.json files, folders that hold one, files of analyze."),
     ],
     out: Annotated[
         Path, typer.Option("--out", "-o", help="HTML file to write; must be new.")
@@ -195,6 +196,7 @@ def report(
         "report": str(out),
         "rows": len(merged["rows"]),
         "task_rows": len(merged["tasks"]),
+        "sensitivity_analyses": len(merged["sensitivity"]),
         "not_measured_alike": [f"{row['method']} {row['scheme']}" for row in marked],
     }
     emit(summary, as_json, print_fields)

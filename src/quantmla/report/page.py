@@ -10,6 +10,7 @@ from pathlib import Path
 from quantmla.errors import QuantMLAError
 from quantmla.files import atomic_write, storage_errors
 from quantmla.report.plots import bars, lines, method_name
+from quantmla.report.sensitivity import sensitivity_section
 
 TEMPLATES = Path(__file__).parent / "templates"
 
@@ -20,7 +21,8 @@ def write_report(results: dict, path: str | Path, *, title: str = "quantmla repo
     Args:
         results: {"rows": fidelity rows, "tasks": task rows, "layers": per-layer errors of each
             method and
-            scheme, "manifest": dict}; all but "rows" may be missing.
+            scheme, "sensitivity": those of `quantmla analyze`, "manifest": dict}; all but "rows"
+            may be missing.
         path: file to write.
         title: of the page.
     Returns: the path.
@@ -46,6 +48,7 @@ def write_report(results: dict, path: str | Path, *, title: str = "quantmla repo
         layer_windows=_layer_windows(results.get("layers") or []),
         bytes_plot=_bytes_plot(rows),
         tasks=[_display_task(row) for row in results.get("tasks") or []],
+        analyses=[sensitivity_section(one) for one in results.get("sensitivity") or []],
         notes=results.get("notes") or [],
         manifest=json.dumps(results.get("manifest") or {}, indent=2, ensure_ascii=False),
     )

@@ -13,6 +13,17 @@ COLORS = {
     "quarot_online": "#3c91e6",
     "quantmla": "#2a9d8f",
     "bf16": "#9b72cf",
+    "content": "#3c91e6",
+    "content_random": "#a9cdf3",
+    "rope": "#d1495b",
+    "rope_random": "#eab0b8",
+    "matching": "#d1495b",
+    "aggregation": "#3c91e6",
+    "interaction": "#2a9d8f",
+    "crossed": "#8d96a3",
+    "ta": "#3c91e6",
+    "o": "#edae49",
+    "t": "#d1495b",
 }
 OTHER_COLORS = ("#c77dff", "#ff7f50", "#7cb518", "#00b4d8")
 NAMES = {
@@ -22,13 +33,24 @@ NAMES = {
     "quarot_offline": "QuaRot offline",
     "quarot_online": "QuaRot online",
     "quantmla": "QuantMLA",
+    "rope": "RoPE",
+    "content_random": "content, random direction",
+    "rope_random": "RoPE, random direction",
+    "crossed": "cross terms",
+    "ta": "T A",
+    "o": "O",
+    "t": "T",
+    "plain": "any size",
+    "centred": "any size, centred values",
+    "weighted": "first order, attention-weighted",
+    "weighted_centred": "first order, centred values",
 }
 
 
 def method_name(method: str) -> str:
-    """Return how a method is written in tables and legends.
+    """Return how a method, or another series, is written in tables and legends.
 
-    Args: method [label of a row].
+    Args: method [label of a row or series].
     Source: own.
     """
     return NAMES.get(method, method)
@@ -59,22 +81,64 @@ def bars(title: str, unit: str, values: dict[str, dict[str, float]], *, log: boo
     return _svg(figure, axes)
 
 
-def lines(title: str, unit: str, values: dict[str, list[float | None]]) -> str:
+def lines(
+    title: str,
+    unit: str,
+    values: dict[str, list[float | None]],
+    layers: list[int] | None = None,
+) -> str:
     """Draw one line a method over the cache layers, on a logarithmic y axis.
 
-    Args: title; unit [of the y axis]; values [method to one value a layer, None where unknown].
+    Args:
+        title, unit: of the plot and of its y axis.
+        values: method to one value a layer, None where unknown.
+        layers: cache layers of these values; all from 0 by default.
     Returns: an <svg> element.
     Source: own.
     """
     figure, axes = _figure(title, unit, width=6.4)
     for method, series in values.items():
-        points = [(i, v) for i, v in enumerate(series) if v is not None and v > 0]
+        places = range(len(series)) if layers is None else layers
+        points = [(i, v) for i, v in zip(places, series, strict=True) if v is not None and v > 0]
         if points:
             x, y = zip(*points, strict=True)
             axes.plot(
                 x, y, marker="o", ms=3, lw=1.4, label=method_name(method), color=_color(method)
             )
     axes.set_yscale("log")
+    axes.set_xlabel("cache layer", color=INK)
+    return _svg(figure, axes)
+
+
+def stacks(
+    title: str,
+    unit: str,
+    values: dict[str, list[float]],
+    layers: list[int],
+    line: dict[str, list[float]] | None = None,
+) -> str:
+    """Draw signed parts on top of each other, one bar a cache layer; negative ones below zero.
+
+    Args:
+        title, unit: of the plot and of its y axis.
+        values: part to one value a layer.
+        layers: their cache layers.
+        line: series drawn as a line over the bars.
+    Returns: an <svg> element.
+    Source: own.
+    """
+    figure, axes = _figure(title, unit, width=6.4)
+    above, below = [0.0] * len(layers), [0.0] * len(layers)
+    for part, heights in values.items():
+        bottoms = [above[i] if h >= 0 else below[i] for i, h in enumerate(heights)]
+        axes.bar(layers, heights, 0.8, bottom=bottoms, label=method_name(part), color=_color(part))
+        above = [top + max(h, 0.0) for top, h in zip(above, heights, strict=True)]
+        below = [low + min(h, 0.0) for low, h in zip(below, heights, strict=True)]
+    for part, series in (line or {}).items():
+        axes.plot(
+            layers, series, marker="o", ms=3, lw=1.4, label=method_name(part), color=_color(part)
+        )
+    axes.axhline(0, color=INK, lw=0.8)
     axes.set_xlabel("cache layer", color=INK)
     return _svg(figure, axes)
 
