@@ -2,7 +2,8 @@
 
 Run `python docs/render_results.py` after `metrics.json` of `make results` was copied to
 benchmarks/results/cpu/demo.json, or `quantmla bench decode|write --out` wrote decode.json and
-write.json in benchmarks/results/h200. Only the standard library is needed.
+write.json in benchmarks/results/h200, or `quantmla analyze --out` wrote cpu/analyze.json.
+Only the standard library is needed.
 """
 
 from __future__ import annotations
@@ -87,6 +88,74 @@ def memory_part(result: dict) -> str:
     return _table(head, rows, left=1) + "\n\n" + _measured_with(result["manifest"])
 
 
+def response_part(result: dict) -> str:
+    """The figures of a model, with their intervals."""
+    figures = result["sensitivity"]["model"]["response"]
+    names = {
+        "content": "content path, mean of layers",
+        "rope": "RoPE path, mean of layers",
+        "ratio_of_means": "RoPE / content, ratio of means",
+        "mean_of_ratios": "RoPE / content, mean of ratios",
+        "ratio_of_mean_roots": "RoPE / content, ratio of mean square roots",
+    }
+    rows = [
+        [
+            label,
+            _number(figures[name]["value"], ".4g"),
+            " to ".join(format(end, ".4g") for end in figures[name]["ci95"] or [])
+            or "too few windows",
+        ]
+        for name, label in names.items()
+    ]
+    table = _table(["response of the output", "value", "95 % interval"], rows, left=1)
+    return table + "\n\n" + _measured_with(result["manifest"])
+
+
+def amplification_part(result: dict) -> str:
+    """Means over the layers, one row a path."""
+    model = result["sensitivity"]["model"]
+    head = ["path", "G", "T", "T A", "O", "A", "response of a random direction"]
+    names = ("g", "t", "ta", "o", "a", "random_response")
+    rows = [
+        [label, *(_number(model[path][name], ".4g") for name in names)]
+        for path, label in (("content", "content"), ("rope", "RoPE"))
+    ]
+    return _table(head, rows, left=1)
+
+
+def layers_part(result: dict) -> str:
+    """One row a layer: responses, A and O of both paths, shares of the content error, bounds."""
+    head = [
+        "layer",
+        "content",
+        "RoPE",
+        "ratio",
+        "A content",
+        "A RoPE",
+        "O / G content",
+        "O / G RoPE",
+    ]
+    head += ["matching", "aggregation", "interaction", "crossed", "bound", "first order"]
+    rows = []
+    for layer in result["sensitivity"]["layers"]:
+        content, rope, shares = layer["content"], layer["rope"], layer["content_shares"]
+        terms = [shares[name] for name in ("matching", "aggregation", "interaction")]
+        bounds = [layer["bound"][form]["ratio"] for form in ("centred", "weighted_centred")]
+        rows.append(
+            [
+                str(layer["layer"]),
+                *(_number(path["response"], ".4f") for path in (content, rope)),
+                _number(layer["response_ratio"], ".2f"),
+                *(_number(path["a"], ".2f") for path in (content, rope)),
+                *(_number(path["o"] / path["g"], ".2f") for path in (content, rope)),
+                *(_number(term, ".3f") for term in terms),
+                _number(sum(shares.values()) - sum(terms), ".3f"),
+                *(_number(bound, ".1e") for bound in bounds),
+            ]
+        )
+    return _table(head, rows, left=1)
+
+
 # (page, name of its markers, committed file, how it is rendered)
 PARTS: list[tuple[str, str, Path, Callable[[dict], str]]] = [
     ("README.md", "results", METRICS, readme_part),
@@ -94,6 +163,9 @@ PARTS: list[tuple[str, str, Path, Callable[[dict], str]]] = [
     ("docs/performance.md", "decode", RESULTS / "h200" / "decode.json", decode_part),
     ("docs/performance.md", "write", RESULTS / "h200" / "write.json", write_part),
     ("docs/performance.md", "memory", RESULTS / "h200" / "memory.json", memory_part),
+    ("docs/sensitivity.md", "response", RESULTS / "cpu" / "analyze.json", response_part),
+    ("docs/sensitivity.md", "amplification", RESULTS / "cpu" / "analyze.json", amplification_part),
+    ("docs/sensitivity.md", "layers", RESULTS / "cpu" / "analyze.json", layers_part),
 ]
 
 

@@ -258,6 +258,31 @@ def test_rendered_timings(render):
     assert "| C2R4 | 8,192 | 8.0 | 1.50 | 3.00 | 50 % |" in table
 
 
+def test_rendered_sensitivity(render):
+    path = {"response": 0.02, "random_response": 0.01, "g": 2.0, "t": 1.6, "a": 1.25, "ta": 2.0}
+    shares = {"matching": 0.2, "aggregation": 0.9, "interaction": 0.01, "crossed_terms": -0.11}
+    layer = {
+        "layer": 7,
+        "content": path | {"o": 0.5},
+        "rope": path | {"response": 0.05, "o": -0.5},
+        "response_ratio": 2.5,
+        "content_shares": shares,
+        "bound": {form: {"ratio": 1e-3} for form in ("centred", "weighted_centred")},
+    }
+    names = ("content", "rope", "ratio_of_means", "mean_of_ratios", "ratio_of_mean_roots")
+    model = {"response": {name: {"value": 2.5, "ci95": [2.25, 2.75]} for name in names}}
+    model["response"]["rope"] = {"value": 0.05, "ci95": None}
+    model |= {name: path | {"o": 0.0} for name in ("content", "rope")}
+    result = {"sensitivity": {"model": model, "layers": [layer]}, "manifest": METRICS["manifest"]}
+    response = render.response_part(result)
+    assert "| RoPE / content, ratio of means | 2.5 | 2.25 to 2.75 |" in response
+    assert "| RoPE path, mean of layers | 0.05 | too few windows |" in response
+    assert "Measured with quantmla 0.1.0" in response
+    assert "| content | 2 | 1.6 | 2 | 0 | 1.25 | 0.01 |" in render.amplification_part(result)
+    row = "| 7 | 0.0200 | 0.0500 | 2.50 | 1.25 | 1.25 | 0.25 | -0.25 | 0.200 | 0.900 | 0.010 "
+    assert row + "| -0.110 | 1.0e-03 | 1.0e-03 |" in render.layers_part(result)
+
+
 def test_filling_replaces_only_what_is_between_the_markers(render):
     begin, end = "<!-- results:begin -->", "<!-- results:end -->"
     page = f"before\n{begin}\nold\n{end}\nafter\n"

@@ -38,8 +38,8 @@ class LayerFormat:
 def layer_formats(reader: CheckpointReader, scheme: KVScheme | None) -> list[LayerFormat]:
     """Return the format of every cache layer.
 
-    A fused checkpoint has formats of its own; clip ratios are kept where its bits are. Any other is
-    read with `scheme`, or C4R4.
+    A fused checkpoint has formats of its own; `scheme` replaces bits and drops the clip ratios that
+    belong to them. Any other checkpoint is read with `scheme`, or C4R4.
 
     Args:
         reader: checkpoint, fused or not.
@@ -77,19 +77,13 @@ def _fused_formats(
     block = QuantMLABlock.from_config(reader.config)
     check_block(block, reader.config, reader.path)
     own = [block.scheme(layer) for layer in range(dims.num_cache_layers)]
+    if scheme is not None:
+        return [LayerFormat(scheme, rope_online=block.rope_online) for _ in own]
     clips: list[tuple[Clip, Clip]] = [(None, None)] * len(own)
     if block.clip:
         layouts = [PageLayout(dims.kv_lora_rank, dims.qk_rope_head_dim, one) for one in own]
         clips = load_clips(reader.path, layouts, block)
-    formats = []
-    for mine, (content_clip, rope_clip) in zip(own, clips, strict=True):
-        used = scheme or mine
-        formats.append(
-            LayerFormat(
-                used,
-                content_clip if used.content_bits == mine.content_bits else None,
-                rope_clip if used.rope_bits == mine.rope_bits else None,
-                block.rope_online,
-            )
-        )
-    return formats
+    return [
+        LayerFormat(one, content_clip, rope_clip, block.rope_online)
+        for one, (content_clip, rope_clip) in zip(own, clips, strict=True)
+    ]
