@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 
-from cached_window import make_capture
+from cached_window import dense_jacobian, make_capture, make_window
 from quantmla.analyze.formats import LayerFormat
 from quantmla.analyze.layer import Settings, analyse_layer
 from quantmla.analyze.summary import FIGURES, model_summary, require_sound
@@ -63,6 +63,29 @@ def test_a_small_error_answers_as_its_jacobian_and_a_random_one_as_the_mean():
         assert numbers["response"] == pytest.approx(1e-8 * numbers["g"], rel=1e-3)
         random, mean = (sum(one[path][name] for one in layers) for name in ("random_response", "t"))
         assert random == pytest.approx(1e-8 * mean, rel=0.1)
+
+
+@pytest.mark.parametrize("path", ["content", "rope"])
+def test_amplification_is_that_of_the_dense_jacobian(path):
+    sizes = {"n": 1, "tokens": 7, "rank": 6, "rope": 4}
+    numbers = analysed(make_capture(**sizes), probes=500)[path]
+    window = make_window(**sizes)
+    jacobian = dense_jacobian(window, path)
+    rows = (window.latent if path == "content" else window.k_rope).float()
+    error = (fake_quantize(rows, 4) - rows).double().flatten()
+    sensitivity = jacobian.square().sum(0)
+    norm = window.output(window.latent, window.k_rope).square().sum()
+    kappa = rows.double().square().sum() / norm
+    exact = {
+        "g": kappa * (jacobian @ error).square().sum() / error.square().sum(),
+        "t": kappa * sensitivity.mean(),
+        "ta": kappa * (error.square() @ sensitivity) / error.square().sum(),
+    }
+    assert numbers["g"] == pytest.approx(float(exact["g"]), rel=1e-5)
+    for name in ("t", "ta"):
+        assert abs(numbers[name] - float(exact[name])) < 4 * numbers[f"{name}_se"]
+    gap = abs(float(exact["ta"] - exact["t"]))
+    assert gap > 8 * max(numbers["t_se"], numbers["ta_se"])  # so that neither stands for the other
 
 
 def test_only_random_choices_follow_the_seed():
