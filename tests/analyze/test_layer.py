@@ -97,6 +97,20 @@ def test_only_random_choices_follow_the_seed():
         assert first["rope"][name] != other["rope"][name]
 
 
+@pytest.mark.gpu
+def test_a_gpu_gives_the_same_numbers():
+    capture = make_capture(tokens=40)
+    here = analysed(capture)
+    there = analyse_layer(capture, FORMAT, Settings(0.01, 4, 0, "cuda"))
+    for path in ("content", "rope"):
+        for name in ("response", "random_response", "g"):
+            assert there[path][name] == pytest.approx(here[path][name], rel=1e-9)
+        for name in ("t", "ta"):
+            assert there[path][name] == pytest.approx(here[path][name], rel=1e-4)
+    assert there["content_shares"] == pytest.approx(here["content_shares"], rel=1e-8)
+    assert there["bound"]["centred"] == pytest.approx(here["bound"]["centred"], rel=1e-9)
+
+
 def test_bits_of_a_path_and_its_clip_change_its_direction_alone():
     capture = make_capture()
     plain = analysed(capture)
