@@ -24,6 +24,10 @@ COLORS = {
     "ta": "#3c91e6",
     "o": "#edae49",
     "t": "#d1495b",
+    "plain": "#a9cdf3",
+    "centred": "#3c91e6",
+    "weighted": "#eab0b8",
+    "weighted_centred": "#d1495b",
 }
 OTHER_COLORS = ("#c77dff", "#ff7f50", "#7cb518", "#00b4d8")
 NAMES = {
