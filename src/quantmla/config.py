@@ -99,6 +99,7 @@ class TrainConfig(StrictModel):
         lr_rotation, lr_scale: peak rates of R_C and log S_C.
         lr_angle, lr_rope_scale: peak rates of the R_P angles and log S_P.
         lr_clip: peak rate of the clip logits, where clipping is learned.
+        lr_shift: peak rate of shifts, in root mean squares of what is shifted.
         warmup_steps: linear warmup of each phase.
         curvature_steps: steps on the first-order output error, before the exact content objective
             and after the position-score objective; 0 leaves the objectives of the study alone.
@@ -113,6 +114,7 @@ class TrainConfig(StrictModel):
     lr_angle: LearningRate = 3e-2
     lr_rope_scale: LearningRate = 1.5e-2
     lr_clip: LearningRate = 5e-2
+    lr_shift: LearningRate = 2e-2
     warmup_steps: Annotated[int, Field(ge=0, le=1_000_000)] = 16
     curvature_steps: Annotated[int, Field(ge=0, le=1_000_000)] = 200
     curvature_probes: Annotated[int, Field(ge=1, le=1024)] = 2

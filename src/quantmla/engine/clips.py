@@ -120,8 +120,8 @@ def load_writers(folder: Path, layouts: list[PageLayout], block: QuantMLABlock) 
         raise CheckpointError(
             "these are the writer's tensors of another checkpoint",
             where=path,
-            expected=f"{len(wanted)} tensors of {len(layouts)} layers, digest {block.writer_sha256}",
-            got=f"{len(tensors)} tensors with the digest {found}",
+            expected=f"{len(wanted)} tensors of {len(layouts)} layers, {block.writer_sha256}",
+            got=f"{len(tensors)} tensors, {found}",
             next_step=f"take config.json and {WRITER_NAME} from one fused folder",
         )
     return writers
