@@ -12,6 +12,7 @@ COLORS = {
     "quarot_offline": "#8d96a3",
     "quarot_online": "#3c91e6",
     "quantmla": "#2a9d8f",
+    "quantmla_plus": "#1b4965",
     "bf16": "#9b72cf",
 }
 OTHER_COLORS = ("#c77dff", "#ff7f50", "#7cb518", "#00b4d8")
@@ -22,6 +23,7 @@ NAMES = {
     "quarot_offline": "QuaRot offline",
     "quarot_online": "QuaRot online",
     "quantmla": "QuantMLA",
+    "quantmla_plus": "QuantMLA+",
 }
 
 
