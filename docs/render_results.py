@@ -21,6 +21,7 @@ NAMES = {
     "quarot_offline": "QuaRot† offline",
     "quarot_online": "QuaRot† online",
     "quantmla": "**QuantMLA**",
+    "quantmla_plus": "**QuantMLA+**",
 }
 
 

@@ -186,8 +186,8 @@ def test_block_is_read_from_a_transformers_config():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"format": 2}, "format version"),
-        ({"format": 2, "unheard_of": 1}, "format version"),
+        ({"format": 3}, "format version"),
+        ({"format": 3, "unheard_of": 1}, "format version"),
         ({"layout": 1}, "layout version"),
         ({"layout": 7}, "layout version"),
         ({"rope": {"bits": 4, "group": 32}}, "one group size"),

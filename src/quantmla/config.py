@@ -27,11 +27,15 @@ from quantmla.strict import (
     StrictModel,
     Tokens,
     Zero,
+    read_yaml,
 )
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+PLAIN_FORMAT_VERSION = 1  # of a block without shift and feedback, which older readers know
 LAYOUT_VERSION = 2
 MAX_RECIPE_BYTES = 1 << 20
+LEARNED = ("quantmla", "quantmla_plus")
+EXTENSIONS = ("dither", "content_shift", "rope_shift", "rope_feedback")
 
 _SCHEME_NAME = re.compile(r"c(\d+)r(\d+)")
 
@@ -95,6 +99,7 @@ class TrainConfig(StrictModel):
         lr_rotation, lr_scale: peak rates of R_C and log S_C.
         lr_angle, lr_rope_scale: peak rates of the R_P angles and log S_P.
         lr_clip: peak rate of the clip logits, where clipping is learned.
+        lr_shift: peak rate of shifts, in root mean squares of what is shifted.
         warmup_steps: linear warmup of each phase.
         curvature_steps: steps on the first-order output error, before the exact content objective
             and after the position-score objective; 0 leaves the objectives of the study alone.
@@ -109,6 +114,7 @@ class TrainConfig(StrictModel):
     lr_angle: LearningRate = 3e-2
     lr_rope_scale: LearningRate = 1.5e-2
     lr_clip: LearningRate = 5e-2
+    lr_shift: LearningRate = 2e-2
     warmup_steps: Annotated[int, Field(ge=0, le=1_000_000)] = 16
     curvature_steps: Annotated[int, Field(ge=0, le=1_000_000)] = 200
     curvature_probes: Annotated[int, Field(ge=1, le=1024)] = 2
@@ -131,8 +137,15 @@ class Recipe(StrictModel):
         eval_every: steps between two looks at the held-out windows.
         seed: seeds every random choice.
         protect: which keys stay BF16 in the training objective; `policy` follows the cache.
+        dither: the curvature phase descends on the expected error of independent rounding.
+        content_shift: subtract a constant latent before it is cached.
+        rope_shift: subtract a constant key after RoPE.
+        rope_feedback: round the rotated key with error feedback.
         train: optimiser settings.
-    Source: algorithms.md section 2.5.
+
+    The extensions of the study (`dither` to `rope_feedback`) and learned clips are on by default
+    for the method `quantmla_plus`, and off for all others; baselines have none of them.
+    Source: algorithms.md section 2.5; extensions own.
     """
 
     method: Method = "quantmla"
@@ -146,7 +159,32 @@ class Recipe(StrictModel):
     eval_every: Annotated[int, Field(ge=1, le=1_000_000)] = 25
     seed: Annotated[int, Field(ge=0, lt=1 << 63)] = 0
     protect: Literal["none", "sink", "policy"] = "policy"
+    dither: bool = False
+    content_shift: bool = False
+    rope_shift: bool = False
+    rope_feedback: bool = False
     train: TrainConfig = TrainConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _defaults_of_the_method(cls, data: Any) -> Any:
+        if isinstance(data, Mapping) and data.get("method") == "quantmla_plus":
+            clips = {"clip_content": "learned", "clip_rope": "learned"}
+            return dict.fromkeys(EXTENSIONS, True) | clips | dict(data)
+        return data
+
+    @model_validator(mode="after")
+    def _extensions_are_learned(self) -> Recipe:
+        used = [name for name in EXTENSIONS if getattr(self, name)]
+        if used and self.method not in LEARNED:
+            raise SchemeError(
+                "this method has no such extension",
+                where=f"Recipe.{used[0]}",
+                expected=f"one of the methods {', '.join(LEARNED)}",
+                got=f"method {self.method}",
+                next_step=f"leave out {', '.join(used)}",
+            )
+        return self
 
     @field_validator("scheme", mode="before")
     @classmethod
@@ -165,7 +203,7 @@ class Recipe(StrictModel):
             SchemeError: the file cannot be read, is not YAML, or a field is wrong.
         Source: own.
         """
-        data = _read_yaml(Path(path))
+        data = read_yaml(Path(path), MAX_RECIPE_BYTES)
         if not isinstance(data, dict):
             raise SchemeError(
                 "a recipe file must hold a mapping",
@@ -185,26 +223,6 @@ class Recipe(StrictModel):
     def sha256(self) -> str:
         """Hex digest of the canonical JSON of all fields, defaults included."""
         return canonical_sha256(self.model_dump(mode="json"))
-
-
-def _read_yaml(path: Path) -> Any:
-    import yaml
-
-    problem = None
-    try:
-        if path.stat().st_size > MAX_RECIPE_BYTES:
-            problem = f"{path.stat().st_size} bytes"
-        else:
-            return yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        problem = f"{type(error).__name__}: {error}"
-    raise SchemeError(
-        "a recipe file cannot be read",
-        where=path,
-        expected=f"a UTF-8 YAML file of at most {MAX_RECIPE_BYTES} bytes",
-        got=problem,
-        next_step="correct the path or the file",
-    )
 
 
 def canonical_sha256(data: Any) -> str:
@@ -241,7 +259,9 @@ class QuantMLABlock(StrictModel):
         rope_pairing_cache: pairing in the cached key.
         rope_online: transform that the cache applies to keys and queries after RoPE, or None.
         clip: whether quantmla.safetensors holds clip ratios.
-        writer_sha256: digest of these ratios, so that no other file can stand in for theirs.
+        shift: whether it holds constants that are subtracted from what is cached.
+        rope_feedback: whether it holds the error feedback that rounds the rotated key.
+        writer_sha256: digest of these tensors, so that no other file can stand in for theirs.
         norm_eps: epsilon of kv_a_layernorm that the transforms were made for.
         per_layer: overrides by cache layer index, written as a string.
         sink_tokens: first tokens of a sequence that are read in BF16.
@@ -251,7 +271,7 @@ class QuantMLABlock(StrictModel):
     Source: architecture.md section 3.
     """
 
-    format: Annotated[int, Field(ge=1)] = FORMAT_VERSION
+    format: Annotated[int, Field(ge=1)] = PLAIN_FORMAT_VERSION
     method: Method
     content: PathFormat
     rope: PathFormat
@@ -261,6 +281,8 @@ class QuantMLABlock(StrictModel):
     rope_pairing_cache: Pairing
     rope_online: Literal["hadamard"] | None = None
     clip: bool = False
+    shift: bool = False
+    rope_feedback: bool = False
     writer_sha256: Digest | None = None
     norm_eps: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
     per_layer: dict[Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,4})$")], LayerBits] = Field(
@@ -276,20 +298,28 @@ class QuantMLABlock(StrictModel):
     def _known_versions(cls, data: Any) -> Any:
         # Before the fields: a newer version may have fields that this one does not know.
         if isinstance(data, Mapping):
-            known = {"format": FORMAT_VERSION, "layout": LAYOUT_VERSION}
-            for name, version in known.items():
-                if data.get(name, version) != version:
+            known = {"format": (PLAIN_FORMAT_VERSION, FORMAT_VERSION), "layout": (LAYOUT_VERSION,)}
+            for name, versions in known.items():
+                if data.get(name, versions[0]) not in versions:
                     raise SchemeError(
                         f"the quantmla {name} version is not known",
                         where=f"config.json: quantmla.{name}",
-                        expected=version,
+                        expected=" or ".join(map(str, versions)),
                         got=repr(data[name]),
                         next_step="install the version of quantmla that wrote this checkpoint",
                     )
         return data
 
     @model_validator(mode="after")
-    def _one_group(self) -> QuantMLABlock:
+    def _consistent(self) -> QuantMLABlock:
+        if self.format == PLAIN_FORMAT_VERSION and (self.shift or self.rope_feedback):
+            raise SchemeError(
+                "a quantmla block of this format has neither shift nor feedback",
+                where="config.json: quantmla.format",
+                expected=FORMAT_VERSION,
+                got=self.format,
+                next_step="fuse the checkpoint again",
+            )
         if self.content.group != self.rope.group:
             raise SchemeError(
                 "both paths of a quantmla block must use one group size",
@@ -325,8 +355,14 @@ class QuantMLABlock(StrictModel):
         return cls.model_validate(block)
 
     def to_config(self) -> dict[str, Any]:
-        """The block as plain JSON data for config.json."""
-        return self.model_dump(mode="json")
+        """The block as plain JSON data for config.json, with the fields of its format."""
+        newer = {"shift", "rope_feedback"} if self.format == PLAIN_FORMAT_VERSION else None
+        return self.model_dump(mode="json", exclude=newer)
+
+    @property
+    def has_writer(self) -> bool:
+        """Whether there is a quantmla.safetensors."""
+        return self.clip or self.shift or self.rope_feedback
 
     def scheme(self, layer: int) -> KVScheme:
         """The scheme of one cache layer, overrides applied.

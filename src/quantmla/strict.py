@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -35,7 +36,9 @@ ClipRatio = Annotated[float, Field(gt=0.0, le=1.0)]
 Clip = ClipRatio | Literal["learned"] | None
 Zero = Literal["zp8", "min16"]
 Pairing = Literal["interleaved", "half"]
-Method = Literal["rtn", "smoothquant", "quarot_online", "quarot_offline", "quantmla"]
+Method = Literal[
+    "rtn", "smoothquant", "quarot_online", "quarot_offline", "quantmla", "quantmla_plus"
+]
 LearningRate = Annotated[float, Field(gt=0.0, le=10.0)]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
@@ -79,3 +82,24 @@ def _refuse_k_v_fields(data: Any, where: str) -> None:
                 next_step=f"replace {name} by content_bits and rope_bits",
             )
         _refuse_k_v_fields(value, f"{where}.{name}")
+
+
+def read_yaml(path: Path, most_bytes: int) -> Any:
+    """Read a small YAML file; anything wrong with it is a SchemeError."""
+    import yaml
+
+    problem = None
+    try:
+        if path.stat().st_size > most_bytes:
+            problem = f"{path.stat().st_size} bytes"
+        else:
+            return yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        problem = f"{type(error).__name__}: {error}"
+    raise SchemeError(
+        "a recipe file cannot be read",
+        where=path,
+        expected=f"a UTF-8 YAML file of at most {most_bytes} bytes",
+        got=problem,
+        next_step="correct the path or the file",
+    )

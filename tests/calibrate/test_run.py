@@ -13,10 +13,15 @@ from safetensors import SafetensorError
 
 from calibrate.runs import files_of, learned, recipe, run
 from calibrate.texts import write_text
+from exact import forward, tokens
+from fusing import read_config
 from quantmla.calibrate.layer import layer_seed
 from quantmla.calibrate.run import run_calibration
 from quantmla.calibrate.rundir import MANIFEST_NAME, RunDir, recipe_name
 from quantmla.checkpoint.lock import folder_lock
+from quantmla.checkpoint.verify import verify
+from quantmla.config import QuantMLABlock
+from quantmla.engine.hf import QuantMLACache
 from quantmla.errors import CalibrationError, CheckpointError, SchemeError
 from tiny import load_tiny, write_tiny
 
@@ -285,3 +290,23 @@ def test_resume_refuses_when_any_weight_changed(model, text, tmp_path):
     save_file(tensors, path, metadata={"format": "pt"})
     with pytest.raises(CalibrationError, match="tensors_sha256"):
         run(model, text, [recipe("rtn")], folder, resume=True)
+
+
+def test_plus_from_the_text_to_the_cache(model, text, tmp_path):
+    """What is learned, fused and read back by the cache is one thing: logits near the source's."""
+    plus = learned(method="quantmla_plus", scheme="c8r8", train={"curvature_steps": 8})
+    result = run(model, text, [plus], tmp_path / "run")
+    out = result.fuse(plus, tmp_path / "fused")
+    assert verify(out, model).ok
+    block = QuantMLABlock.from_config(read_config(out))
+    assert (block.method, block.shift, block.rope_feedback) == ("quantmla_plus", True, True)
+    source, fused, ids = *(load_tiny(f, "deepseek_v3") for f in (model, out)), tokens(150)
+    exact = QuantMLACache.from_scheme("c16r16", source.config, row_dtype=torch.float32)
+    expected = forward(source, exact, ids)
+    caches = (
+        QuantMLACache.from_config(out),
+        QuantMLACache.from_scheme("c8r8", fused.config),  # the weights alone mean the same
+    )
+    for cache in caches:
+        error = (forward(fused, cache, ids) - expected).norm() / expected.norm()
+        assert error < 0.02

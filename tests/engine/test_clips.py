@@ -88,7 +88,7 @@ def test_a_missing_clip_ratio_is_never_replaced(fused):
     with pytest.raises(CheckpointError, match="damaged"):
         QuantMLACache.from_config(fused)
     path.unlink()
-    with pytest.raises(CheckpointError, match="clip ratios of this checkpoint are missing"):
+    with pytest.raises(CheckpointError, match="what the cache writer of this checkpoint needs"):
         QuantMLACache.from_config(fused)
 
 
@@ -122,7 +122,7 @@ def test_clip_ratios_of_another_model_are_refused(pair):
     first, second = pair
     shutil.copy(second / "quantmla.safetensors", first)
     for config in (first, read_config(first)):
-        with pytest.raises(CheckpointError, match="clip ratios of another checkpoint"):
+        with pytest.raises(CheckpointError, match="tensors of another checkpoint"):
             QuantMLACache.from_config(config, folder=first)
     with pytest.raises(CheckpointError, match="does not belong"):
         QuantMLACache.from_config(read_config(second), folder=first)
@@ -142,7 +142,7 @@ def test_a_block_copied_to_another_model_is_refused(pair):
     with pytest.raises(CheckpointError, match=r"quantmla\.rope_pairing"):
         QuantMLACache.from_config(second)
     change_config(second, lambda config: config.update(rope_interleave=True, num_hidden_layers=1))
-    with pytest.raises(CheckpointError, match="ratios of 1 layers"):
+    with pytest.raises(CheckpointError, match="tensors of 1 layers"):
         QuantMLACache.from_config(second)
 
 

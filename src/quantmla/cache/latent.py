@@ -16,6 +16,7 @@ from quantmla.cache.layout import PageLayout, pages_for_tokens
 from quantmla.cache.recent import RecentRows, finite_rows, grown
 from quantmla.errors import CacheError
 from quantmla.quant import Clip, Quantized, group_count, quantize, usable_clip
+from quantmla.quant.feedback import Feedback, feed_back
 
 UNBOUNDED_TOKENS = 1 << 40
 
@@ -58,6 +59,7 @@ class LatentLayer:
         slack_tokens [tokens]: ring rows beyond the window, so that so many tokens can be cropped.
         row_dtype: type of the BF16 rows; float32 skips the rounding, for exactness tests.
         content_clip, rope_clip [float, 1 or G]: clip ratios of the writer, in (0, 1].
+        rope_feedback: how the writer rounds the rotated key; None for plain rounding.
         check_finite: refuse NaN and Inf, or replace and count them; None refuses on the CPU only.
     Raises: CacheError for clip ratios that cannot be used.
     Source: algorithms.md section 6.1.
@@ -72,6 +74,7 @@ class LatentLayer:
         row_dtype: torch.dtype = torch.bfloat16,
         content_clip: Clip = None,
         rope_clip: Clip = None,
+        rope_feedback: Feedback | None = None,
         check_finite: bool | None = None,
     ):
         scheme = layout.scheme
@@ -79,6 +82,7 @@ class LatentLayer:
         self.check_finite = check_finite
         self.content_clip = self._checked_clip("content", layout.kv_lora_rank, content_clip)
         self.rope_clip = self._checked_clip("rope", layout.qk_rope_head_dim, rope_clip)
+        self.rope_feedback = rope_feedback
         self.rows_only = scheme.content_bits == scheme.rope_bits == 16
         self.slack_tokens = slack_tokens
         self.attention_kernel: str | None = None  # what ran the attention of the last call
@@ -188,12 +192,9 @@ class LatentLayer:
         if got != expected or tokens == 0:
             self._refuse("the rows do not fit the cache", f"{expected}, S >= 1", got)
         if self.lengths and batch != len(self.lengths):
-            self._refuse(
-                "the batch size changed between two calls",
-                f"{len(self.lengths)} sequences",
-                f"{batch} sequences",
-                "reorder, repeat or select the cache first, or start a new one",
-            )
+            what = "the batch size changed between two calls"
+            next_step = "reorder, repeat or select the cache first, or start a new one"
+            self._refuse(what, f"{len(self.lengths)} sequences", f"{batch} sequences", next_step)
         if mask is None:
             return
         if tuple(mask.shape) != (batch, self.columns + tokens):
@@ -206,12 +207,9 @@ class LatentLayer:
         earlier = mask[:, : self.columns].bool()
         known = torch.ones_like(earlier) if self.valid is None else self.valid
         if not torch.equal(earlier, known):
-            self._refuse(
-                "the attention mask changed for tokens that are already cached",
-                "the padding of the earlier calls",
-                "another padding",
-                "start a new cache",
-            )
+            what = "the attention mask changed for tokens that are already cached"
+            before = "the padding of the earlier calls"
+            self._refuse(what, before, "another padding", "start a new cache")
 
     def _finite(self, rows: Tensor) -> Tensor:
         """Refuse NaN and Inf, or count them and return rows without them."""
@@ -296,17 +294,20 @@ class LatentLayer:
         """Quantise both paths; a 16-bit path stays as it is. `raw` may hold NaN and Inf."""
         scheme, rank = self.layout.scheme, self.layout.kv_lora_rank
         paths = (
-            (slice(0, rank), scheme.content_bits, self.content_clip),
-            (slice(rank, None), scheme.rope_bits, self.rope_clip),
+            (slice(0, rank), scheme.content_bits, self.content_clip, None),
+            (slice(rank, None), scheme.rope_bits, self.rope_clip, self.rope_feedback),
         )
         parts = []
-        for channels, bits, clip in paths:
+        for channels, bits, clip, feedback in paths:
             if bits == 16:
                 parts.append(rows[..., channels])
                 continue
             clip = clip.to(rows.device) if isinstance(clip, Tensor) else clip
-            settings = {"group": scheme.group, "zero": scheme.zero, "clip": clip}
-            parts.append(quantize(raw[..., channels], bits, **settings))
+            settings = {"group": scheme.group, "zero": scheme.zero}
+            part = quantize(raw[..., channels], bits, clip=clip, **settings)
+            if feedback is not None:
+                part = feed_back(rows[..., channels], part, bits, feedback, **settings)
+            parts.append(part)
         return parts
 
     def clips_on(self, device: torch.device) -> list[Tensor | None]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -137,3 +139,29 @@ def search_rope_clip(
         losses = [loss(trial) for trial in trials]
         clip = trials[losses.index(min(losses))]
     return clip
+
+
+def common_clip(error_of: Callable[[torch.Tensor], float], groups: int) -> torch.Tensor:
+    """Return the ratio, the same for all groups, that a measured error likes best.
+
+    Ratios are tried from 1 downwards, until two in a row are worse than the best one.
+
+    Args:
+        error_of: error of a path under ratios [G, float32].
+        groups: G.
+
+    Returns:
+        [G, float32].
+
+    Source: own.
+    """
+    best, picked, worse = math.inf, 1.0, 0
+    for ratio in RATIOS:
+        error = error_of(torch.full((groups,), ratio))
+        if error < best:
+            best, picked, worse = error, ratio, 0
+        else:
+            worse += 1
+        if worse == 2:
+            break
+    return torch.full((groups,), picked)

@@ -21,7 +21,7 @@ from quantmla.calibrate.workspace import LayerWorkspace
 from quantmla.checkpoint.families import family_of
 from quantmla.checkpoint.plan import AttentionLayers
 from quantmla.checkpoint.reader import CheckpointReader
-from quantmla.config import Recipe
+from quantmla.config import LEARNED, Recipe
 from quantmla.transform.layer import LayerTransform
 
 TRIAL_WINDOWS = 4  # two to train on, two held out
@@ -165,7 +165,7 @@ def _layer_time(capture: LayerCapture, recipe: Recipe, pairing_cache: str, devic
     trial(0, one, 1)  # first use of each operation
     base = trial(0, one, 1)
     seconds = base
-    if recipe.method == "quantmla":
+    if recipe.method in LEARNED:
         measurement = max(0.0, trial(0, one, 2) - base) / (2 + one)  # start, end, plain rounding
         per_step = max(0.0, trial(TRIAL_STEPS, one, 1) - base - measurement) / TRIAL_STEPS
         per_proxy = max(0.0, trial(0, one + TRIAL_STEPS, 1) - base) / TRIAL_STEPS
@@ -197,11 +197,11 @@ def _sampling_time(
 
 
 def _samples(recipe: Recipe) -> bool:
-    return recipe.method == "quantmla" or recipe.clip_content == "learned"
+    return recipe.method in LEARNED or recipe.clip_content == "learned"
 
 
 def _steps(recipe: Recipe) -> int:
-    if recipe.method != "quantmla":
+    if recipe.method not in LEARNED:
         return 0
     return 2 * (recipe.steps + recipe.train.curvature_steps)  # one optimiser a path
 
@@ -258,6 +258,7 @@ def _transform_bytes(layers: AttentionLayers, recipes: list[Recipe]) -> int:
         "quarot_offline": rank * (rank + 1),
         "quarot_online": rank * (rank + 1),
         "quantmla": rank * (rank + 1) + 2 * pairs,
+        "quantmla_plus": rank * (rank + 2) + (2 * pairs) ** 2 + 6 * pairs,
     }
     header = 1024
     return len(layers.names) * sum(8 * sizes[recipe.method] + header for recipe in recipes)

@@ -41,4 +41,5 @@ METHODS: dict[str, Method] = {
     "quarot_online": _untrained(baselines.quarot_online),
     "quarot_offline": _untrained(baselines.quarot_offline),
     "quantmla": quantmla,
+    "quantmla_plus": quantmla,  # the same with other defaults of the recipe
 }

@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from quantmla.quant.affine import fake_quantize
+from quantmla.quant.feedback import quantize_with
 from quantmla.transform.content import hadamard
 from quantmla.transform.rope import Pairing, apply_pairs
 
 if TYPE_CHECKING:
     from quantmla.config import KVScheme
+    from quantmla.quant.feedback import Feedback
     from quantmla.transform.layer import LayerTransform
 
 
@@ -32,13 +34,18 @@ def store_content(
     """
     if transform.content_rotation is not None:
         latent_unit = latent_unit @ transform.content_rotation.to(latent_unit)
-    return latent_unit * _content_factor(transform, gamma).to(latent_unit)
+    stored = latent_unit * _content_factor(transform, gamma).to(latent_unit)
+    return (
+        stored if transform.content_shift is None else stored - transform.content_shift.to(stored)
+    )
 
 
 def restore_content(
     transform: LayerTransform, gamma: torch.Tensor, stored: torch.Tensor
 ) -> torch.Tensor:
     """Undo `store_content`; a channel whose norm weight is 0 comes back as 0."""
+    if transform.content_shift is not None:
+        stored = stored + transform.content_shift.to(stored)
     factor = _content_factor(transform, gamma).to(stored)
     unit = stored * torch.where(factor == 0, 0, 1 / factor)
     if transform.content_rotation is not None:
@@ -63,13 +70,16 @@ def store_rope(
     """
     if not transform.rope_identity:
         k_rope = apply_pairs(k_rope, transform.rope_angle, transform.rope_scale, pairing_cache)
-    return _turn_online(transform, k_rope)
+    stored = _turn_online(transform, k_rope)
+    return _minus(stored, transform.rope_shift)
 
 
 def restore_rope(
     transform: LayerTransform, pairing_cache: Pairing, stored: torch.Tensor
 ) -> torch.Tensor:
     """Undo `store_rope`."""
+    if transform.rope_shift is not None:
+        stored = stored + transform.rope_shift.to(stored)
     stored = _turn_online(transform, stored)  # the Hadamard matrix is its own inverse
     if transform.rope_identity:
         return stored
@@ -92,15 +102,22 @@ def read_rope(
 ) -> torch.Tensor:
     """Return the RoPE key [.., P] as it comes back from the packed cache."""
     stored = store_rope(transform, pairing_cache, k_rope)
-    back = _quantised(stored, scheme.rope_bits, scheme, transform.rope_clip)
+    back = _quantised(stored, scheme.rope_bits, scheme, transform.rope_clip, transform.feedback)
     return restore_rope(transform, pairing_cache, back)
 
 
 def _quantised(
-    stored: torch.Tensor, bits: int, scheme: KVScheme, clip: torch.Tensor | None
+    stored: torch.Tensor,
+    bits: int,
+    scheme: KVScheme,
+    clip: torch.Tensor | None,
+    feedback: Feedback | None = None,
 ) -> torch.Tensor:
     clip = None if clip is None else clip.to(stored.device)
-    return fake_quantize(stored, bits, group=scheme.group, zero=scheme.zero, clip=clip)
+    settings = {"group": scheme.group, "zero": scheme.zero, "clip": clip}
+    if feedback is None or bits == 16:
+        return fake_quantize(stored, bits, **settings)
+    return quantize_with(stored, bits, feedback, **settings).to(stored.dtype)
 
 
 def _content_factor(transform: LayerTransform, gamma: torch.Tensor) -> torch.Tensor:
@@ -109,6 +126,10 @@ def _content_factor(transform: LayerTransform, gamma: torch.Tensor) -> torch.Ten
     if transform.content_scale is None:
         return torch.ones_like(gamma)
     return transform.content_scale
+
+
+def _minus(stored: torch.Tensor, shift: torch.Tensor | None) -> torch.Tensor:
+    return stored if shift is None else stored - shift.to(stored)
 
 
 def _turn_online(transform: LayerTransform, key: torch.Tensor) -> torch.Tensor:

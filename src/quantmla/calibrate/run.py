@@ -21,7 +21,7 @@ from quantmla.checkpoint.fusedir import fuse_checkpoint
 from quantmla.checkpoint.lock import folder_lock
 from quantmla.checkpoint.plan import AttentionLayers
 from quantmla.checkpoint.reader import CheckpointReader
-from quantmla.config import Recipe
+from quantmla.config import LEARNED, Recipe
 from quantmla.errors import CalibrationError
 from quantmla.loading import load_tokenizer
 from quantmla.text import open_text
@@ -185,7 +185,7 @@ def check_recipes(recipes: list[Recipe]) -> Recipe:
         scheme = recipe.scheme
         protected_tokens = scheme.sink_tokens + scheme.window_tokens
         void = recipe.protect == "policy" and recipe.sequence_tokens <= protected_tokens
-        if recipe.method == "quantmla" and void:
+        if recipe.method in LEARNED and void:
             raise CalibrationError(
                 "there is nothing to learn: every pair of a window is read in BF16",
                 where="sequence_tokens, protect",

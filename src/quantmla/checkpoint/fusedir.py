@@ -16,16 +16,23 @@ from quantmla.checkpoint.reader import CONFIG_NAME, INDEX_NAME, WRITER_NAME, Che
 from quantmla.checkpoint.writer import (
     BASE_CARD_NAME,
     CARD_NAME,
-    clip_tensors,
     copy_file,
     copy_side_files,
+    kinds_of,
     link_shard,
     patch_shard,
     staged_folder,
     write_config,
     write_index,
+    writer_tensors,
 )
-from quantmla.config import QuantMLABlock, Recipe, canonical_sha256
+from quantmla.config import (
+    FORMAT_VERSION,
+    PLAIN_FORMAT_VERSION,
+    QuantMLABlock,
+    Recipe,
+    canonical_sha256,
+)
 from quantmla.errors import CheckpointError
 from quantmla.files import atomic_write, sha256_file, storage_errors
 from quantmla.transform.layer import LayerTransform
@@ -52,7 +59,7 @@ def fuse_checkpoint(
         source: original checkpoint.
         out: result; must not exist, or be an empty folder.
         transforms: one a cache layer.
-        block: bits and format; clip, writer_sha256, norm_eps and fingerprint are filled in here.
+        block: bits and the like; what quantmla.safetensors decides is filled in here.
         recipe: what made the transforms, echoed into the manifest.
         progress: called with (shard, shards done, shards in all).
 
@@ -183,18 +190,20 @@ def _finish(
 
     reader, dims = plan.layers.reader, plan.layers.dims
     side_files = copy_side_files(reader.path, temporary)
-    clips = clip_tensors(plan.transforms, dims, block.content.group)
-    if clips:
-        atomic_write(temporary / WRITER_NAME, save(clips, metadata={"format": "pt"}))
-    if clips or reader.index is not None:
+    side = writer_tensors(plan.transforms, dims, block.content.group)
+    if side:
+        atomic_write(temporary / WRITER_NAME, save(side, metadata={"format": "pt"}))
+    if side or reader.index is not None:
         write_index(temporary, reader)
     tensors = {n: entry for record in records.values() for n, entry in record["tensors"].items()}
     attention = {n: tensors[n]["sha256"] for n in plan.layers.tensor_names()}
-    writer = writer_hashes(temporary)
+    writer, kinds = writer_hashes(temporary), kinds_of(side)
+    newer = kinds["shift"] or kinds["rope_feedback"]
     block = block.model_copy(
         update={
-            "clip": bool(clips),
-            "writer_sha256": canonical_sha256(writer) if clips else None,
+            **kinds,
+            "format": FORMAT_VERSION if newer else PLAIN_FORMAT_VERSION,
+            "writer_sha256": canonical_sha256(writer) if side else None,
             "norm_eps": dims.norm_eps,
         }
     )
@@ -206,7 +215,7 @@ def _finish(
         name, base, reader.config["model_type"], dims, block, BASE_CARD_NAME in side_files
     )
     atomic_write(temporary / CARD_NAME, card)
-    ours = [CONFIG_NAME, *([WRITER_NAME] if clips else [])]
+    ours = [CONFIG_NAME, *([WRITER_NAME] if side else [])]
     ours += [INDEX_NAME] if (temporary / INDEX_NAME).is_file() else []
     write_manifest(
         temporary,

@@ -8,6 +8,7 @@ from pathlib import Path
 from quantmla.checkpoint.manifest import fingerprint, read_manifest, writer_hashes
 from quantmla.checkpoint.plan import AttentionLayers
 from quantmla.checkpoint.reader import CheckpointReader
+from quantmla.checkpoint.writer import names_of
 from quantmla.config import QuantMLABlock, canonical_sha256
 from quantmla.files import sha256_file
 from quantmla.transform.fuse import check_identity
@@ -81,7 +82,7 @@ def verify(path: str | Path, source: str | Path | None = None, seed: int = 0) ->
             f"norm_eps: config.json says {block.norm_eps}, the loader uses {layers.dims.norm_eps}"
         )
     _check_files(reader, manifest, report)
-    _check_clips(reader.path, block, layers, report)
+    _check_writer(reader.path, block, layers, report)
     if source is not None:
         _compare_with_source(layers, CheckpointReader(source), manifest, report, seed)
     return report
@@ -114,16 +115,15 @@ def _check_files(reader: CheckpointReader, manifest: dict, report: VerifyReport)
             report.failures.append(f"{name}: changed since it was written{where}")
 
 
-def _check_clips(
+def _check_writer(
     folder: Path, block: QuantMLABlock, layers: AttentionLayers, report: VerifyReport
 ) -> None:
-    count = layers.dims.num_cache_layers if block.clip else 0
-    wanted = {f"layers.{i}.{n}_clip" for i in range(count) for n in ("content", "rope")}
+    wanted = names_of(block, layers.dims.num_cache_layers)
     hashes = writer_hashes(folder)
     if wanted != set(hashes):
         missing, extra = sorted(wanted - set(hashes)), sorted(set(hashes) - wanted)
         report.failures.append(f"quantmla.safetensors: missing {missing}, unexpected {extra}")
-    if block.writer_sha256 != (canonical_sha256(hashes) if block.clip else None):
+    if block.writer_sha256 != (canonical_sha256(hashes) if wanted else None):
         report.failures.append("quantmla.safetensors: not the file that config.json names")
 
 

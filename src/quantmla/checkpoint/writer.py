@@ -1,4 +1,4 @@
-"""Write checkpoint files: staged folders, rewritten or linked shards, side files, clip ratios."""
+"""Write checkpoint files: staged folders, rewritten or linked shards, side files, our tensors."""
 
 from __future__ import annotations
 
@@ -18,11 +18,18 @@ from quantmla.files import CHUNK_BYTES, atomic_write, fsync_folder
 if TYPE_CHECKING:
     import torch
 
+    from quantmla.config import QuantMLABlock
     from quantmla.dims import MLADims
     from quantmla.transform.layer import LayerTransform
 
 CARD_NAME = "README.md"
 BASE_CARD_NAME = "README.base.md"
+# Field of the block -> tensors of each layer in quantmla.safetensors.
+WRITER_KINDS = {
+    "clip": ("content_clip", "rope_clip"),
+    "shift": ("content_shift", "rope_shift"),
+    "rope_feedback": ("rope_order", "rope_feedback"),
+}
 # Other forms of the same weights: copying them would put unfused weights beside fused ones.
 WEIGHT_SUFFIXES = frozenset(
     (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".pkl")
@@ -109,7 +116,7 @@ def write_index(target: Path, reader: CheckpointReader) -> None:
     """Write the index with the true total size.
 
     A single-file checkpoint gets one too: engines that load every *.safetensors of a folder use
-    the index to leave out the clip ratios.
+    the index to leave out quantmla.safetensors.
     """
     old = reader.index or {}
     tensors = reader.tensors
@@ -120,13 +127,13 @@ def write_index(target: Path, reader: CheckpointReader) -> None:
     atomic_write(target / INDEX_NAME, json.dumps(index, indent=2) + "\n")
 
 
-def clip_tensors(
+def writer_tensors(
     transforms: list[LayerTransform], dims: MLADims, group: int
 ) -> dict[str, torch.Tensor]:
-    """Return the contents of quantmla.safetensors; empty when no layer clips.
+    """Return the contents of quantmla.safetensors; empty when no layer needs any.
 
-    Every layer gets both entries, ones where it does not clip, so that a reader can insist on them
-    and never has to guess.
+    Where one layer clips, shifts or feeds back, every layer gets the entries, neutral ones where it
+    does not, so that a reader can insist on them and never has to guess.
 
     Args:
         transforms: one a cache layer.
@@ -134,25 +141,45 @@ def clip_tensors(
         group: channels a quantisation group.
 
     Returns:
-        `layers.{i}.content_clip` [G, float32] and `layers.{i}.rope_clip` [G, float32].
+        By kind, for every layer i: `layers.{i}.content_clip` and `.rope_clip` [G, float32];
+        `.content_shift` [R, float32] and `.rope_shift` [P, float32]; `.rope_order` [P, int64] and
+        `.rope_feedback` [P, P, float32].
     """
     import torch
 
     from quantmla.quant import group_count
 
-    if all(t.content_clip is None and t.rope_clip is None for t in transforms):
-        return {}
-    groups = {
-        "content_clip": group_count(dims.kv_lora_rank, group),
-        "rope_clip": group_count(dims.qk_rope_head_dim, group),
+    rank, rope = dims.kv_lora_rank, dims.qk_rope_head_dim
+    neutral = {
+        "content_clip": torch.ones(group_count(rank, group)),
+        "rope_clip": torch.ones(group_count(rope, group)),
+        "content_shift": torch.zeros(rank),
+        "rope_shift": torch.zeros(rope),
+        "rope_order": torch.arange(rope),
+        "rope_feedback": torch.zeros(rope, rope),
     }
     tensors = {}
-    for layer, transform in enumerate(transforms):
-        for name, count in groups.items():
-            clip = getattr(transform, name)
-            clip = torch.ones(count) if clip is None else clip.detach().cpu().float().contiguous()
-            tensors[f"layers.{layer}.{name}"] = clip
+    for names in WRITER_KINDS.values():
+        if all(getattr(t, name) is None for t in transforms for name in names):
+            continue
+        for layer, transform in enumerate(transforms):
+            for name in names:
+                own, value = getattr(transform, name), neutral[name]
+                value = value if own is None else own.detach().cpu().to(value.dtype)
+                tensors[f"layers.{layer}.{name}"] = value.clone().contiguous()
     return tensors
+
+
+def kinds_of(names: Iterable[str]) -> dict[str, bool]:
+    """Return which fields of the block tensors of quantmla.safetensors with these names set."""
+    ends = {name.rpartition(".")[2] for name in names}
+    return {kind: names[0] in ends for kind, names in WRITER_KINDS.items()}
+
+
+def names_of(block: QuantMLABlock, layers: int) -> set[str]:
+    """Return the names that quantmla.safetensors must hold for a block."""
+    ends = [end for kind, ends in WRITER_KINDS.items() if getattr(block, kind) for end in ends]
+    return {f"layers.{layer}.{end}" for layer in range(layers) for end in ends}
 
 
 @contextmanager

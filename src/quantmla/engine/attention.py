@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -29,6 +29,36 @@ ATTENTION_NAME = "quantmla"
 _slot = threading.local()
 
 
+class Shifts:
+    """Constants that are subtracted from the rows of a layer before they are cached.
+
+    A constant in every key adds the same to all scores of a query, which its softmax does not see;
+    the latent is also the value, so attention adds the content shift to its output.
+
+    Args:
+        content [R, fp32], rope [P, fp32]: in the coordinates of the cache; None for none.
+    Source: algorithms.md section 2.3.
+    """
+
+    def __init__(self, content: Tensor | None = None, rope: Tensor | None = None):
+        self.content, self.rope = content, rope
+
+    def taken(self, latent: Tensor, k_rope: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the rows [B, S, R] and [B, S, P] without the shifts, fp32 where there is one."""
+        compute = torch.promote_types(latent.dtype, torch.float32)
+        if self.content is not None:
+            self.content = self.content.to(latent.device)
+            latent = latent.to(compute) - self.content
+        if self.rope is not None:
+            self.rope = self.rope.to(k_rope.device)
+            k_rope = k_rope.to(compute) - self.rope
+        return latent, k_rope
+
+    def given_back(self, out_latent: Tensor) -> Tensor:
+        """Return attention output in the latent [.., R] with the content shift."""
+        return out_latent if self.content is None else out_latent + self.content.to(out_latent)
+
+
 @dataclass(frozen=True)
 class HandOff:
     """New rows of one layer, on their way from `cache.update` to the attention function.
@@ -39,6 +69,7 @@ class HandOff:
         chunk_tokens [tokens]: None for strict mode; in fast mode the length of a chunk.
         rope_online: transform of keys and queries after RoPE, or None.
         kernels: which kernels may run, as in `kernel_path.choose`.
+        shifts: taken from the rows, in the coordinates that `rope_online` makes.
     """
 
     layer: LatentLayer
@@ -47,6 +78,7 @@ class HandOff:
     chunk_tokens: int | None
     rope_online: str | None
     kernels: kernel_path.Kernels = "auto"
+    shifts: Shifts = field(default_factory=Shifts)
 
 
 def use_packed_attention(model: PreTrainedModel) -> str:
@@ -130,8 +162,9 @@ def packed_attention(
     with torch.no_grad():
         if layer.attention_kernel == "torch":
             return _plain_attention(handoff, weight, query, mask, scaling), None
-        rows = handoff.latent, handoff.k_rope
-        return kernel_path.attend(weight, query, layer, *rows, mask, scaling), None
+        rows = handoff.shifts.taken(handoff.latent, handoff.k_rope)
+        back = handoff.shifts.given_back
+        return kernel_path.attend(weight, query, layer, *rows, mask, scaling, back), None
 
 
 def _empty_slot() -> HandOff | None:
@@ -214,10 +247,12 @@ def _plain_attention(
     if handoff.rope_online is not None:
         turn = hadamard(k_rope.shape[-1]).to(q_rope)
         q_rope, k_rope = q_rope @ turn, k_rope.to(compute) @ turn
-    rows = handoff.layer.append(handoff.latent, k_rope, mask, handoff.chunk_tokens)
+    shifted = handoff.shifts.taken(handoff.latent, k_rope)
+    rows = handoff.layer.append(*shifted, mask, handoff.chunk_tokens)
     out_latent, _, pairs = attend(q_nope @ up_key, q_rope, rows, scale=scaling, need_lse=False)
     handoff.layer.packed_rows_read += pairs
-    output = out_latent.to(compute) @ up_value.mT  # [B, H, S, V]
+    out_latent = handoff.shifts.given_back(out_latent.to(compute))
+    output = out_latent @ up_value.mT  # [B, H, S, V]
     return output.transpose(1, 2).to(query.dtype).contiguous()
 
 

@@ -21,11 +21,12 @@ from quantmla.dims import MLADims
 from quantmla.engine.attention import (
     ATTENTION_NAME,
     HandOff,
+    Shifts,
     offer,
     require_empty_slot,
     use_packed_attention,
 )
-from quantmla.engine.clips import Clips, check_block, load_clips
+from quantmla.engine.clips import Clips, Writer, check_block, load_writers
 from quantmla.engine.kernel_path import Kernels
 from quantmla.errors import CacheError, CheckpointError
 
@@ -40,6 +41,7 @@ class PackedLayer(CacheLayerMixin):
         chunk_tokens: None for strict mode; in fast mode the length of a chunk.
         rope_online: transform of keys and queries after RoPE, or None.
         kernels: which kernels may run, as in `kernel_path.choose`.
+        writer: its shifts are applied here, the rest by the store.
     Source: own.
     """
 
@@ -54,10 +56,12 @@ class PackedLayer(CacheLayerMixin):
         chunk_tokens: int | None = None,
         rope_online: str | None = None,
         kernels: Kernels = "auto",
+        writer: Writer | None = None,
     ):
         super().__init__()
         self.store, self.chunk_tokens, self.rope_online = store, chunk_tokens, rope_online
-        self.kernels = kernels
+        self.kernels, writer = kernels, writer or Writer()
+        self.shifts = Shifts(writer.content_shift, writer.rope_shift)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to do: memory is taken with the first tokens."""
@@ -66,8 +70,8 @@ class PackedLayer(CacheLayerMixin):
         self, key_states: Tensor, value_states: Tensor, *args, **kwargs
     ) -> tuple[Tensor, Tensor]:
         """Offer new rows [B, 1, S, R] and [B, 1, S, P] to the packed attention and return them."""
-        rows, settings = (key_states[:, 0], value_states[:, 0]), (self.rope_online, self.kernels)
-        offer(HandOff(self.store, *rows, self.chunk_tokens, *settings))
+        settings = self.chunk_tokens, self.rope_online, self.kernels, self.shifts
+        offer(HandOff(self.store, key_states[:, 0], value_states[:, 0], *settings))
         self.is_initialized = True
         return key_states, value_states
 
@@ -164,13 +168,13 @@ class QuantMLACache(Cache):
         block = QuantMLABlock.from_config(config)
         dims = MLADims.from_config(config)
         schemes = [block.scheme(layer) for layer in range(dims.num_cache_layers)]
-        clips = None
         check_block(block, config, folder)
-        if block.clip:
-            clips = load_clips(folder or _folder(loaded_from), _layouts(dims, schemes), block)
-        return cls.from_scheme(
-            schemes, config, clips=clips, rope_online=block.rope_online, **settings
-        )
+        writers = None
+        if block.has_writer:
+            files = folder or _folder(loaded_from)
+            writers = load_writers(files, _layouts(dims, schemes), block)
+        settings |= {"writers": writers, "rope_online": block.rope_online}
+        return cls.from_scheme(schemes, config, **settings)
 
     @classmethod
     def from_scheme(
@@ -179,6 +183,7 @@ class QuantMLACache(Cache):
         model,
         *,
         clips: Clips | Sequence[Clips] | None = None,
+        writers: Sequence[Writer] | None = None,
         rope_online: Literal["hadamard"] | None = None,
         prefill: Literal["strict", "fast"] = "strict",
         chunk_tokens: int | None = None,
@@ -195,6 +200,7 @@ class QuantMLACache(Cache):
             model: MLADims, or a model config.
             clips: (content, rope) clip ratios, each a float, a tensor [G] or None; one pair for all
                 layers, or a sequence with a pair for each.
+            writers: a Writer for each layer, in place of `clips`.
             rope_online: "hadamard" multiplies keys and queries by a Hadamard matrix after RoPE.
             prefill: "strict" (quality, independent of chunking) or "fast" (speed).
             chunk_tokens [tokens]: length of a chunk in fast mode; None makes each call one chunk.
@@ -223,26 +229,29 @@ class QuantMLACache(Cache):
                 expected=f"None or 'hadamard', a torch dtype, one of {get_args(Kernels)}",
                 got=f"{rope_online!r}, {row_dtype!r}, {kernels!r}",
             )
-        clips = _pairs(clips, count)
-        if not len(schemes) == len(clips) == count or slack_tokens < 0:
+        if writers is None:
+            writers, clips = [Writer(*pair) for pair in _pairs(clips, count)], None
+        if not len(schemes) == len(writers) == count or slack_tokens < 0 or clips is not None:
             raise CacheError(
                 "the settings do not fit the model",
                 where="from_scheme",
-                expected=f"{count} schemes, {count} pairs of clips, slack_tokens >= 0",
-                got=f"{len(schemes)} schemes, {len(clips)} pairs, slack_tokens={slack_tokens}",
+                expected=f"{count} schemes, {count} pairs of clips or writers, slack_tokens >= 0",
+                got=f"{len(schemes)}, {len(writers)}, slack_tokens={slack_tokens}",
             )
         layers, chunk = [], _chunk(prefill, chunk_tokens)
         for index, layout in enumerate(_layouts(dims, schemes)):
+            writer = writers[index]
             store = LatentLayer(
                 layout,
                 layer_idx=index,
                 slack_tokens=slack_tokens,
                 row_dtype=row_dtype,
-                content_clip=clips[index][0],
-                rope_clip=clips[index][1],
+                content_clip=writer.content_clip,
+                rope_clip=writer.rope_clip,
+                rope_feedback=writer.feedback,
                 check_finite=check_finite,
             )
-            layers.append(PackedLayer(store, chunk, rope_online, kernels))
+            layers.append(PackedLayer(store, chunk, rope_online, kernels, writer))
         return cls(layers, None if is_dims else model)
 
     def as_kwargs(self, model) -> dict[str, QuantMLACache]:

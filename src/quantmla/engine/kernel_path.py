@@ -64,6 +64,8 @@ def choose(
         reasons.append("prefill is 'fast', the kernels know strict mode")
     if rope_online is not None:
         reasons.append(f"rope_online is {rope_online!r}")
+    if layer.rope_feedback is not None:
+        reasons.append("the rotated key is rounded with error feedback, the writer has none")
     if not reasons:
         return name, []
     if kernels == "require":
@@ -85,6 +87,7 @@ def attend(
     k_rope: Tensor,
     mask: Tensor | None,
     scale: float,
+    given_back: Callable[[Tensor], Tensor] = lambda out: out,
 ) -> Tensor:
     """Store the new rows of a layer and attend to all of it.
 
@@ -95,6 +98,7 @@ def attend(
         latent [B, S, R], k_rope [B, S, P]: new rows.
         mask [B, columns + S] or None: as in `LatentLayer.append`.
         scale: softmax scale.
+        given_back: adds to an output in the latent what was taken from the rows.
     Returns: output [B, S, H, V, dtype of query]; 0 on padding.
     Raises: CacheError as `LatentLayer.append`.
     Source: algorithms.md sections 1.1 and 6.
@@ -125,7 +129,7 @@ def attend(
                 given = {"new_rows": finite_rows(new), "starts": here.starts}
                 given |= {"most_tokens": here.most, "scale": scale}
                 out = _read(prefill, layer, absorbed, here, weight.dtype, old, **given)
-            values = _expand(out, up_value).to(query.dtype)  # [n, H, V]
+            values = _expand(given_back(out), up_value).to(query.dtype)  # [n, H, V]
             if here.picked is not None:
                 output[here.picked] = values
             else:

@@ -16,7 +16,8 @@ from quantmla.checkpoint.block import new_block
 from quantmla.checkpoint.families import family_of
 from quantmla.checkpoint.header import read_json
 from quantmla.checkpoint.reader import CheckpointReader
-from quantmla.config import KVScheme, PathFormat, QuantMLABlock
+from quantmla.checkpoint.writer import WRITER_KINDS
+from quantmla.config import PLAIN_FORMAT_VERSION, KVScheme, PathFormat, QuantMLABlock
 from quantmla.engine.hf import QuantMLACache
 from quantmla.errors import EvaluationError, UnsupportedModelError
 from quantmla.loading import check_device, load_model
@@ -166,7 +167,7 @@ def tokenizer_sha256(tokenizer) -> str:
 def effective_block(subject: Subject) -> QuantMLABlock:
     """Return the `quantmla` block that a subject's cache is made from, overrides applied.
 
-    Clip ratios belong to the bits that they were chosen for, so another scheme drops them.
+    What the writer does was chosen for the bits of the folder, so another scheme drops it.
 
     Args: subject.
     Returns: QuantMLABlock of the folder, or a new one for a folder without a block.
@@ -184,7 +185,8 @@ def effective_block(subject: Subject) -> QuantMLABlock:
                 "content": PathFormat(bits=scheme.content_bits, group=scheme.group),
                 "rope": PathFormat(bits=scheme.rope_bits, group=scheme.group),
                 "zero": scheme.zero,
-                "clip": False,
+                "format": PLAIN_FORMAT_VERSION,
+                **dict.fromkeys(WRITER_KINDS, False),
                 "writer_sha256": None,
                 "per_layer": {},
             }

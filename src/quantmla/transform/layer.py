@@ -13,6 +13,7 @@ import torch
 from quantmla.errors import CalibrationError
 from quantmla.files import atomic_write
 from quantmla.quant import group_count
+from quantmla.quant.feedback import Feedback, usable_feedback
 from quantmla.transform.content import check_orthogonal
 
 if TYPE_CHECKING:
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
 FORMAT_VERSION = 1
 TRANSFORM_TENSORS = ("content_rotation", "content_scale", "rope_angle", "rope_scale")
 CLIP_TENSORS = ("content_clip", "rope_clip")
+SHIFT_TENSORS = ("content_shift", "rope_shift")
+FEEDBACK_TENSORS = ("rope_order", "rope_feedback")
+WRITER_TENSORS = CLIP_TENSORS + SHIFT_TENSORS + FEEDBACK_TENSORS
 
 
 @dataclass
@@ -34,6 +38,10 @@ class LayerTransform:
         rope_scale [P/2, float64]: one positive scale a pair, shared by all heads.
         content_clip [G, float32]: clip ratio of each content group, None for no clipping.
         rope_clip [G, float32]: clip ratio of each RoPE group, None for no clipping.
+        content_shift [R, float32]: subtracted from the transformed latent before it is cached.
+        rope_shift [P, float32]: subtracted from the transformed key after RoPE, in cache order.
+        rope_order [P, int64], rope_feedback [P, P, float32]: order and matrix of the Feedback that
+            rounds the transformed key; both or neither.
         rope_online: "hadamard" when post-RoPE keys and queries are multiplied by H_P, else None.
         stats: plain JSON numbers about how the layer was learned.
     """
@@ -44,6 +52,10 @@ class LayerTransform:
     rope_scale: torch.Tensor | None = None
     content_clip: torch.Tensor | None = None
     rope_clip: torch.Tensor | None = None
+    content_shift: torch.Tensor | None = None
+    rope_shift: torch.Tensor | None = None
+    rope_order: torch.Tensor | None = None
+    rope_feedback: torch.Tensor | None = None
     rope_online: str | None = None
     stats: dict = field(default_factory=dict)
 
@@ -56,6 +68,13 @@ class LayerTransform:
     def rope_identity(self) -> bool:
         """True when the RoPE path is untouched."""
         return self.rope_angle is None and self.rope_scale is None
+
+    @property
+    def feedback(self) -> Feedback | None:
+        """How the RoPE key is rounded; None for plain rounding."""
+        if self.rope_feedback is None:
+            return None
+        return Feedback(self.rope_order, self.rope_feedback)
 
     def check(self, dims: MLADims, group: int) -> None:
         """Check shapes, positivity and orthogonality against a model.
@@ -75,6 +94,8 @@ class LayerTransform:
             "rope_scale": (pairs,),
             "content_clip": (group_count(rank, group),),
             "rope_clip": (group_count(2 * pairs, group),),
+            "content_shift": (rank,),
+            "rope_shift": (2 * pairs,),
         }
         for name, shape in shapes.items():
             tensor = getattr(self, name)
@@ -104,12 +125,24 @@ class LayerTransform:
                 )
         if self.content_rotation is not None:
             check_orthogonal(self.content_rotation)
+        if self.rope_order is None and self.rope_feedback is None:
+            return
+        feedback = (self.rope_order, self.rope_feedback)
+        alone = any(part is None for part in feedback)
+        if alone or not usable_feedback(*feedback, 2 * pairs):
+            raise CalibrationError(
+                "the error feedback cannot be used",
+                where="rope_order, rope_feedback",
+                expected=f"an order of {2 * pairs} channels and a strictly upper triangular matrix",
+                got="one of both" if alone else "other tensors",
+                next_step="calibrate this checkpoint itself",
+            )
 
     def to_bytes(self) -> bytes:
         """Return the safetensors file as bytes; equal transforms give equal bytes."""
         from safetensors.torch import save
 
-        tensors = {name: getattr(self, name) for name in TRANSFORM_TENSORS + CLIP_TENSORS}
+        tensors = {name: getattr(self, name) for name in TRANSFORM_TENSORS + WRITER_TENSORS}
         stored = {
             name: tensor.detach().cpu().to(_storage_dtype(name)).contiguous()
             for name, tensor in tensors.items()
@@ -156,4 +189,6 @@ class LayerTransform:
 
 
 def _storage_dtype(name: str) -> torch.dtype:
-    return torch.float32 if name in CLIP_TENSORS else torch.float64
+    if name == "rope_order":
+        return torch.int64
+    return torch.float32 if name in WRITER_TENSORS else torch.float64
