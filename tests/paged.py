@@ -29,6 +29,8 @@ class Tokens:
     content_clip: torch.Tensor | None = None
     rope_clip: torch.Tensor | None = None
     sink_tokens: int = 4
+    rope_order: torch.Tensor | None = None
+    rope_feedback: torch.Tensor | None = None
 
     @property
     def layout(self):
@@ -40,6 +42,7 @@ class Tokens:
             *(self.positions, self.row_slots, self.seq_ends, self.nonfinite),
             *(self.content_clip, self.rope_clip),
             *(self.content_bits, self.rope_bits, self.sink_tokens),
+            *(self.rope_order, self.rope_feedback),
         )
 
     def fresh(self, device):

@@ -7,8 +7,10 @@ from exact import forward, tiny_model, tokens
 from quantmla.config import KVScheme
 from quantmla.engine import kernel_path
 from quantmla.engine.attention import packed_attention
+from quantmla.engine.clips import Writer
 from quantmla.engine.hf import QuantMLACache
 from quantmla.errors import CacheError, KernelUnavailableError
+from quantmla.quant.feedback import Feedback
 
 SINK, WINDOW = 4, 8
 # The interpreter cuts BF16 where a GPU rounds.
@@ -45,6 +47,14 @@ def assert_same(cache, plain, device):
     assert torch.equal(store.recent.rows, other.recent.rows)
 
 
+def writer():
+    """Shifts of both paths, and error feedback, of `small_model`."""
+    generator = torch.Generator().manual_seed(3)
+    rows = torch.randn(40, 16, generator=generator)
+    shifts = torch.randn(128, generator=generator), torch.randn(16, generator=generator)
+    return Writer(None, None, *shifts, Feedback.of(rows.T @ rows))
+
+
 @pytest.mark.parametrize(
     ("name", "rope", "calls", "padding", "settings"),
     [
@@ -53,6 +63,7 @@ def assert_same(cache, plain, device):
         pytest.param("c3r16", 16, [24, 9, 1], (0, 23, 26), {}, id="left padding"),
         pytest.param("c8r8", 32, [20, 1], None, {"clips": (0.9, torch.tensor([0.8]))}, id="clips"),
         pytest.param("c4r4", 16, [14, 2, 1], None, {"window": 0}, id="no window"),
+        pytest.param("c4r4", 16, [30, 1], (0, 23), {"writers": [writer()]}, id="writer"),
     ],
 )
 def test_logits_and_bytes_are_those_of_plain_torch(

@@ -14,7 +14,7 @@ from quantmla.config import QuantMLABlock
 from quantmla.dims import MLADims
 from quantmla.engine.clips import Writer
 from quantmla.engine.hf import QuantMLACache
-from quantmla.errors import CheckpointError, KernelUnavailableError
+from quantmla.errors import CheckpointError
 from quantmla.quant.feedback import Feedback
 from tiny import load_tiny, write_tiny
 
@@ -104,10 +104,3 @@ def test_nothing_of_the_writer_is_replaced_by_a_default(fused, name):
     with pytest.raises(CheckpointError, match="cache layer 1 has no usable"):
         QuantMLACache.from_config(fused)
     assert not verify(fused).ok
-
-
-def test_kernels_refuse_feedback_and_say_why(fused):
-    model = load_tiny(fused, "deepseek_v3")
-    cache = QuantMLACache.from_config(fused, kernels="require")
-    with pytest.raises(KernelUnavailableError, match="error feedback"):
-        forward(model, cache, tokens(8))

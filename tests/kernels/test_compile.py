@@ -21,6 +21,7 @@ from quantmla.kernels import common, gather, write
 POINTERS = {
     "latent": "bf16", "k_rope": "bf16", "rows": "bf16", "out": "bf16", "pages": "u8",
     "slot_mapping": "i64", "nonfinite": "i64", "content_clip": "fp32", "rope_clip": "fp32",
+    "rope_feedback": "fp32",
 }
 
 def build(kernel, arch, warps, values):
@@ -50,7 +51,8 @@ def build(kernel, arch, warps, values):
     }
 
 sizes = common.constants(512, 64, 4, 4)
-no_clip = {"content_clip_ptr": None, "rope_clip_ptr": None}
+names = ("content_clip", "rope_clip", "rope_order", "rope_feedback")
+no_clip = {name + "_ptr": None for name in names}
 results = {}
 for arch in 80, 90, 100:
     values = sizes | no_clip | {"BLOCK_TOKENS": 1}

@@ -11,6 +11,7 @@ from quantmla.cache.layout import PageLayout
 from quantmla.config import KVScheme
 from quantmla.kernels import ops, paged_reference
 from quantmla.quant import quantize
+from quantmla.quant.feedback import Feedback
 
 BITS = (2, 3, 4, 8, 16)
 # numpy, which runs the interpreter, speaks of what a GPU does in silence
@@ -47,6 +48,26 @@ def test_sizes(device, count, rank, rope):
 def test_short_groups_and_sizes_that_are_no_power_of_two(device, rank, rope):
     for bits in ((4, 2), (3, 8)):
         check(random_tokens(16, rank=rank, rope=rope, bits=bits, clip=True), device)
+
+
+@pytest.mark.parametrize(
+    ("rope", "bits"), [(64, (4, 4)), (32, (2, 2)), (48, (16, 3)), (80, (4, 8))]
+)
+@pytest.mark.parametrize("clip", [False, True])
+def test_error_feedback(device, rope, bits, clip):
+    tokens = random_tokens(20, rank=128, rope=rope, bits=bits, clip=clip)
+    plain = check(tokens, device).pages
+    order, matrix = feedback_of(rope)
+    tokens = replace(tokens, rope_order=order, rope_feedback=matrix)
+    assert not same_bits(check(tokens, device).pages, plain)
+    tokens.k_rope[3, 5], tokens.k_rope[4, 6] = torch.inf, torch.nan
+    tokens.k_rope[5], tokens.k_rope[6, 7] = 0.0, 3e38
+    check(tokens, device)
+
+
+def feedback_of(rope):
+    mix = torch.randn(rope, 4 * rope) * torch.rand(rope, 1)
+    return Feedback.of(mix @ mix.T).by_channel("cpu")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -88,7 +88,7 @@ class LatentLayer:
         self.attention_kernel: str | None = None  # what ran the attention of the last call
         self.packed_rows_read = 0
         self.nonfinite: Tensor | int = 0
-        self._clips: dict[torch.device, list[Tensor | None]] = {}
+        self._writers: dict[torch.device, dict[str, Tensor | None]] = {}
         self.reset()
 
     def _checked_clip(self, path: str, channels: int, clip: Clip) -> Clip:
@@ -310,22 +310,23 @@ class LatentLayer:
             parts.append(part)
         return parts
 
-    def clips_on(self, device: torch.device) -> list[Tensor | None]:
-        """Clip ratios [G, fp32] of content and rope on a device; None where there are none."""
-        if device not in self._clips:
-            layout, scheme = self.layout, self.layout.scheme
-            self._clips[device] = [
-                None
-                if clip is None or bits == 16
-                else torch.as_tensor(clip, dtype=torch.float32, device=device)
-                .expand(group_count(channels, scheme.group))
-                .contiguous()
-                for clip, bits, channels in (
-                    (self.content_clip, scheme.content_bits, layout.kv_lora_rank),
-                    (self.rope_clip, scheme.rope_bits, layout.qk_rope_head_dim),
-                )
-            ]
-        return self._clips[device]
+    def writer_on(self, device: torch.device) -> dict[str, Tensor | None]:
+        """What `ops.write` takes of the writer on a device; None where there is none."""
+        if device not in self._writers:
+            layout, scheme, writer = self.layout, self.layout.scheme, {}
+            for name, clip, bits, channels in (
+                ("content_clip", self.content_clip, scheme.content_bits, layout.kv_lora_rank),
+                ("rope_clip", self.rope_clip, scheme.rope_bits, layout.qk_rope_head_dim),
+            ):
+                if clip is not None and bits != 16:
+                    clip = torch.as_tensor(clip, dtype=torch.float32, device=device)
+                    clip = clip.expand(group_count(channels, scheme.group)).contiguous()
+                writer[name] = None if bits == 16 else clip
+            if self.rope_feedback is not None and scheme.rope_bits != 16:
+                names = ("rope_order", "rope_feedback")
+                writer |= zip(names, self.rope_feedback.by_channel(device), strict=True)
+            self._writers[device] = writer
+        return self._writers[device]
 
     def _window(self, chunk_tokens: int | None) -> int:
         window = UNBOUNDED_TOKENS if self.rows_only else self.layout.scheme.window_tokens

@@ -64,8 +64,6 @@ def choose(
         reasons.append("prefill is 'fast', the kernels know strict mode")
     if rope_online is not None:
         reasons.append(f"rope_online is {rope_online!r}")
-    if layer.rope_feedback is not None:
-        reasons.append("the rotated key is rounded with error feedback, the writer has none")
     if not reasons:
         return name, []
     if kernels == "require":
@@ -164,10 +162,10 @@ def _store(layer: LatentLayer, new: Tensor, here: Round, rank: int) -> None:
         here.sequences,
         here.ends,
         counter,
-        *layer.clips_on(new.device),
-        scheme.content_bits,
-        scheme.rope_bits,
-        scheme.sink_tokens,
+        content_bits=scheme.content_bits,
+        rope_bits=scheme.rope_bits,
+        sink_tokens=scheme.sink_tokens,
+        **layer.writer_on(new.device),
     )
 
 

@@ -30,6 +30,8 @@ def check_write(
     content_bits: int,
     rope_bits: int,
     sink_tokens: int,
+    rope_order: Tensor | None,
+    rope_feedback: Tensor | None,
 ) -> None:
     """Refuse arguments of `ops.write` that its kernel would misread; looks at no values.
 
@@ -66,6 +68,15 @@ def check_write(
             wrong.append(f"{name} is given for a path of 16 bits, which is not quantised")
         elif clip is not None:
             expect(wrong, name, clip, device, (torch.float32,), (groups,))
+    if (rope_order is None) != (rope_feedback is None):
+        wrong.append("rope_order and rope_feedback are given one without the other")
+    elif rope_order is not None and rope_groups == 0:
+        wrong.append("rope_feedback is given for a path of 16 bits, which is not quantised")
+    elif rope_order is not None:
+        expect(wrong, "rope_order", rope_order, device, (torch.int32,), (rope,))
+        expect(wrong, "rope_feedback", rope_feedback, device, (torch.float32,), (rope, rope))
+        if not (rope_order.is_contiguous() and rope_feedback.is_contiguous()):
+            wrong.append("rope_order or rope_feedback is not contiguous")
     refuse("write", wrong)
 
 

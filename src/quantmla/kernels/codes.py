@@ -96,6 +96,43 @@ def snap(x, inverse):
 
 
 @triton.jit
+def feed_back(
+    x, codes, scale_bits, zero, order_ptr, matrix_ptr, CHANNELS: tl.constexpr, BITS: tl.constexpr
+):
+    """Choose the codes [T, G, n] + INTEGER_BITS again, with error feedback (docs/layout.md).
+
+    Args:
+        x [T, G, n, fp32]: finite numbers.
+        codes, scale_bits, zero: of `quantise`; the scale and zero point stay.
+        order_ptr [CHANNELS, int32], matrix_ptr [CHANNELS, CHANNELS, fp32]: as in `ops.write`.
+    """
+    LEVELS: tl.constexpr = 2.0**BITS - 1
+    GROUPS: tl.constexpr = x.shape[1]
+    GROUP: tl.constexpr = x.shape[2]
+    group = tl.arange(0, GROUPS)
+    channel = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]  # [G, n]
+    scale = bf16_numbers(scale_bits)
+    low = (zero + INTEGER_BITS).to(tl.float32, bitcast=True) - _TO_INTEGER
+    rest = x
+    for n in range(CHANNELS):
+        coded = tl.load(order_ptr + n)
+        share = tl.load(matrix_ptr + n * CHANNELS + channel, mask=channel < CHANNELS, other=0.0)
+        here = (channel == coded)[None, :, :]
+        in_group = (group == coded // GROUP)[None, :]
+        s = tl.sum(tl.where(in_group, scale, 0.0), 1)  # [T]
+        z = tl.sum(tl.where(in_group, low, 0.0), 1)
+        target = tl.sum(tl.sum(tl.where(here, rest, 0.0), 2), 1)
+        exact = tl.sum(tl.sum(tl.where(here, x, 0.0), 2), 1)
+        # codes end at LEVELS; the bound keeps the quotient where it can be rounded
+        level = tl.minimum(tl.maximum(tl.div_rn(target, s), -4096.0), 4096.0)
+        code = tl.minimum(tl.maximum(level + _TO_INTEGER + z, _TO_INTEGER), _TO_INTEGER + LEVELS)
+        error = s * ((code - _TO_INTEGER) - z) - exact
+        rest = rest - share[None, :, :] * error[:, None, None]
+        codes = tl.where(here, code.to(tl.int32, bitcast=True)[:, None, None], codes)
+    return codes
+
+
+@triton.jit
 def pack(codes, COUNT: tl.constexpr, BITS: tl.constexpr):
     """Join COUNT neighbouring codes to one number, the first in the lowest bits."""
     CHANNELS: tl.constexpr = codes.shape[1] * codes.shape[2]

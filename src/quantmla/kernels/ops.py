@@ -41,6 +41,8 @@ def write(
     content_bits: int,
     rope_bits: int,
     sink_tokens: int,
+    rope_order: Tensor | None = None,
+    rope_feedback: Tensor | None = None,
 ) -> None:
     """Quantise, pack and store new tokens of one cache layer, and keep their BF16 rows.
 
@@ -63,11 +65,16 @@ def write(
         content_clip, rope_clip [G, fp32]: clip ratios in (0, 1], or None.
         content_bits, rope_bits: 2, 3, 4, 8, or 16 for BF16 rows.
         sink_tokens [tokens]: of the policy.
+        rope_order [P, int32]: channels of the key in the order of their coding, to round it with
+            error feedback; None for plain rounding.
+        rope_feedback [P, P, fp32]: row n is the share of the error of channel rope_order[n] that
+            each channel gives way by, 0 for those coded before (`quant.feedback`).
     Raises: KernelUnavailableError for a format without kernels, CacheError for wrong tensors.
     Source: own; docs/layout.md.
     """
     inputs = (latent, k_rope, pages, rows, slot_mapping, positions, row_slots, seq_ends, nonfinite)
     settings = (content_clip, rope_clip, content_bits, rope_bits, sink_tokens)
+    settings += (rope_order, rope_feedback)
     check_write(*inputs, *settings)
     if implementation(latent.device)[0] == "reference":
         paged_reference.write(*inputs, *settings)

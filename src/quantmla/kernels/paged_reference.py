@@ -11,6 +11,7 @@ from torch import Tensor
 from quantmla.cache.layout import PAGE_TOKENS, PageLayout, Plane
 from quantmla.kernels.support import page_layout
 from quantmla.quant import Quantized, dequantize, pack, quantize, unpack
+from quantmla.quant.feedback import Feedback, feed_back
 
 
 def write(
@@ -28,6 +29,8 @@ def write(
     content_bits: int,
     rope_bits: int,
     sink_tokens: int,
+    rope_order: Tensor | None = None,
+    rope_feedback: Tensor | None = None,
 ) -> None:
     """Quantise, pack and store new tokens, and keep the BF16 rows of sinks and ring.
 
@@ -49,7 +52,11 @@ def write(
         if bits == 16:
             _put(layout, pages, name, index, safe[:, None, channels])
             continue
-        q = quantize(raw[:, channels], bits, group=layout.scheme.group, clip=clip)
+        settings = {"group": layout.scheme.group, "zero": layout.scheme.zero}
+        q = quantize(raw[:, channels], bits, clip=clip, **settings)
+        if name == "rope" and rope_order is not None:
+            feedback = Feedback(rope_order.long(), rope_feedback[:, rope_order.long()])
+            q = feed_back(safe[:, channels], q, bits, feedback, **settings)
         _put(layout, pages, name, index, pack(q.codes, bits)[:, None])
         _put(layout, pages, "scale", index, q.scale[..., None], groups)
         _put(layout, pages, "zero", index, q.zero[..., None], groups)

@@ -11,7 +11,15 @@ import triton.language as tl
 from torch import Tensor
 
 from quantmla.cache.layout import PAGE_TOKENS
-from quantmla.kernels.codes import INTEGER_BITS, finite, pack, quantise, replace, saturate
+from quantmla.kernels.codes import (
+    INTEGER_BITS,
+    feed_back,
+    finite,
+    pack,
+    quantise,
+    replace,
+    saturate,
+)
 from quantmla.kernels.common import (
     INTERPRET,
     SLOTS,
@@ -42,6 +50,8 @@ def launch(
     content_bits: int,
     rope_bits: int,
     sink_tokens: int,
+    rope_order: Tensor | None = None,
+    rope_feedback: Tensor | None = None,
     *,
     shape: tuple[int, int] | None = None,
 ) -> None:
@@ -67,6 +77,8 @@ def launch(
         nonfinite,
         content_clip,
         rope_clip,
+        rope_order,
+        rope_feedback,
         n_tokens,
         pages.shape[0] * PAGE_TOKENS,
         rows.shape[0],
@@ -100,6 +112,8 @@ def write_kernel(
     nonfinite_ptr,
     content_clip_ptr,
     rope_clip_ptr,
+    rope_order_ptr,
+    rope_feedback_ptr,
     n_tokens,
     pool_tokens,
     n_row_slots,
@@ -161,6 +175,7 @@ def write_kernel(
         _store_rows(pages_ptr, (byte + ROPE_OFFSET) // 2 + slot * P, rope, written, P)
 
     content_x, rope_x = _grouped(content, GROUP), _grouped(rope, GROUP)
+    rope_kept = rope_x  # as the BF16 row holds it
     # One sum finds NaN, Inf and magnitudes of 2**126 and above in the whole tile: none of them
     # can leave it finite. A sum that overflows by itself only costs the time of the branch.
     total = tl.sum(content_x * 4.0) + tl.sum(rope_x * 4.0)
@@ -172,6 +187,7 @@ def write_kernel(
         peak = tl.maximum(tl.max(finite(content_row), 1), tl.max(finite(rope_row), 1))
         content_safe = _bits_exactly(replace(content_row, peak[:, None]))
         rope_safe = _bits_exactly(replace(rope_row, peak[:, None]))
+        rope_kept = _grouped(rope_safe, GROUP)
         tl.debug_barrier()  # the rows as they came are stored already
         _store_rows(rows_ptr, row_at, content_safe, kept, R)
         _store_rows(rows_ptr, row_at + R, rope_safe, kept, P)
@@ -189,6 +205,10 @@ def write_kernel(
         _store_zeros(pages_ptr, byte + ZERO_OFFSET, slot, zero, written, 0, CONTENT_GROUPS)
     if ROPE_BITS != 16:
         codes, scale, zero = quantise(rope_x, rope_clip_ptr, ROPE_BITS, ROPE_GROUPS)
+        if rope_order_ptr is not None:
+            codes = feed_back(
+                rope_kept, codes, scale, zero, rope_order_ptr, rope_feedback_ptr, P, ROPE_BITS
+            )
         at = byte + ROPE_OFFSET + slot * (P * ROPE_BITS // 8)
         _store_codes(pages_ptr, at, codes, written, P, ROPE_BITS)
         first: tl.constexpr = CONTENT_GROUPS

@@ -56,6 +56,13 @@ class Feedback:
         """Return it on a device."""
         return Feedback(self.order.to(device), self.matrix.to(device))
 
+    def by_channel(self, device: torch.device | str) -> tuple[Tensor, Tensor]:
+        """Return what the writing op takes: order [C, int32], and the matrix with the columns of
+        every row in the order of channels, 0 for those that are coded already."""
+        columns = self.order.argsort()
+        parts = self.order.int(), self.matrix[:, columns]
+        return tuple(part.contiguous().to(device) for part in parts)
+
 
 def factor(gram: Tensor) -> tuple[Tensor, Tensor]:
     """Return the coding order backwards, and the unit lower factor L of the Gram matrix L D L^T.
