@@ -64,7 +64,11 @@ def choose(errors: Sequence[Sequence[float]], sizes: Sequence[float], budget: fl
 
 
 def fuse_within(
-    run: CalibrationRun, recipes: Sequence[Recipe], budget_bytes: float, out: str | Path
+    run: CalibrationRun,
+    recipes: Sequence[Recipe],
+    budget_bytes: float,
+    weights: Sequence[float],
+    out: str | Path,
 ) -> Path:
     """Fuse a checkpoint whose layers have the bits that their measured errors ask for.
 
@@ -72,6 +76,8 @@ def fuse_within(
         run: finished run with all of the recipes.
         recipes: candidates; they may differ in bits and in what was learned for them.
         budget_bytes: largest mean of code and metadata bytes a token and layer.
+        weights: what an error of each layer costs, from `layer_weights`. Without them layers whose
+            output matters most are rounded like all others.
         out: folder to write.
 
     Returns:
@@ -90,7 +96,10 @@ def fuse_within(
     sizes = [TokenFormat.from_scheme(r.scheme).logical_bytes(*widths) for r in recipes]
     learned = [run.transforms(recipe) for recipe in recipes]
     layers = list(zip(*learned, strict=True))
-    errors = [[transform.stats["output_error_both"] for transform in own] for own in layers]
+    errors = [
+        [weight * transform.stats["output_error_both"] for transform in own]
+        for weight, own in zip(weights, layers, strict=True)
+    ]
     picked = choose(errors, sizes, budget_bytes)
     most = max(set(picked), key=picked.count)  # the block's own bits; the others are overrides
     scheme = recipes[most].scheme
