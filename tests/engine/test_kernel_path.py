@@ -7,12 +7,14 @@ from exact import forward, tiny_model, tokens
 from quantmla.config import KVScheme
 from quantmla.engine import kernel_path
 from quantmla.engine.attention import packed_attention
+from quantmla.engine.clips import Writer
 from quantmla.engine.hf import QuantMLACache
 from quantmla.errors import CacheError, KernelUnavailableError
 
 SINK, WINDOW = 4, 8
 # The interpreter cuts BF16 where a GPU rounds.
 LIMIT = {"cpu": 2e-2, "cuda": 5e-3}
+SHIFTS = [Writer(content_shift=torch.linspace(-1, 2, 128), rope_shift=torch.linspace(-2, 1, 16))]
 NAME = {"cpu": "interpreter", "cuda": "triton"}
 
 
@@ -53,6 +55,7 @@ def assert_same(cache, plain, device):
         pytest.param("c3r16", 16, [24, 9, 1], (0, 23, 26), {}, id="left padding"),
         pytest.param("c8r8", 32, [20, 1], None, {"clips": (0.9, torch.tensor([0.8]))}, id="clips"),
         pytest.param("c4r4", 16, [14, 2, 1], None, {"window": 0}, id="no window"),
+        pytest.param("c4r4", 16, [20, 1], None, {"writers": SHIFTS}, id="shifts"),
     ],
 )
 def test_logits_and_bytes_are_those_of_plain_torch(
