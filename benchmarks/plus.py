@@ -1,0 +1,80 @@
+"""Calibrate QuantMLA+ at several bits in one pass and score it; prints one JSON line a row.
+
+    PYTHONPATH=src python benchmarks/plus.py OUT [--model MLA_FOLDER] [--device cuda] [--text TEXT]
+
+Without --model SmolLM2 is fetched and converted as in `quantmla demo`. TEXT is what is scored, by
+default the shipped test text; take windows of the training text to choose anything by.
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from quantmla import Recipe, run_calibration
+from quantmla.calibrate.budget import fuse_within
+from quantmla.calibrate.data import load_windows
+from quantmla.calibrate.weights import layer_weights
+from quantmla.convert.run import convert_model
+from quantmla.convert.smollm2 import fetch_smollm2
+from quantmla.evaluate.fidelity import measure_fidelity
+from quantmla.evaluate.model import Subject, default_settings
+from quantmla.loading import load_model, load_tokenizer
+from quantmla.text import cut_windows, open_text
+
+SCHEMES = ("c4r4", "c3r4", "c2r4", "c3r3", "c2r3")
+BUDGETS_BYTES = (103, 111, 127, 143)
+COMMON = {
+    "method": "quantmla_plus",
+    "sequences": 48,
+    "heldout_sequences": 4,
+    "sequence_tokens": 2048,
+    "steps": 0,
+    "eval_every": 75,
+    "train": {"curvature_steps": 150, "curvature_windows": 48},
+}
+
+
+def main() -> None:
+    """Calibrate, fuse, score."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--model", type=Path)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--text", default="wikitext2-test")
+    parser.add_argument("--tokens", type=int, default=16384)
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    model = args.model or args.out / "mla"
+    if not model.exists():
+        convert_model(fetch_smollm2(), model)
+    recipes = [Recipe.model_validate(COMMON | {"scheme": scheme}) for scheme in SCHEMES]
+    text, folder = "wikitext2-train", args.out / "calibration"
+    run = run_calibration(model, text, recipes, folder, resume=True, device=args.device)
+    tokenizer = load_tokenizer(model)
+    windows = load_windows(open_text(text), tokenizer, recipes[0]).windows.ids[:4]
+    source = load_model(AutoModelForCausalLM, model, dtype=torch.float32).to(args.device)
+    weights = layer_weights(source, windows, first_token=132, seed=0)
+    del source
+    settings = default_settings(args.device, "float32", "strict", 512, 1)
+    scored = cut_windows(tokenizer, open_text(args.text), window_tokens=2048, tokens=args.tokens)
+
+    def subjects():
+        for recipe in recipes:
+            out = args.out / recipe.scheme.name
+            yield Subject("quantmla_plus", out if out.exists() else run.fuse(recipe, out))
+        for budget in BUDGETS_BYTES:
+            out = args.out / f"budget-{budget}"
+            if not out.exists():
+                fuse_within(run, recipes, budget, weights, out)
+            yield Subject(f"quantmla_plus within {budget} bytes", out)
+
+    reference = Subject("bf16", model, path="absorbed")
+    for row in measure_fidelity(reference, subjects(), scored, settings, scratch=args.out):
+        print(json.dumps(row | {"weights": weights}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
