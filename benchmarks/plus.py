@@ -1,6 +1,7 @@
 """Calibrate QuantMLA+ at several bits in one pass and score it; prints one JSON line a row.
 
     PYTHONPATH=src python benchmarks/plus.py OUT [--model MLA_FOLDER] [--device cuda] [--text TEXT]
+        [--scheme c4r4 ..] [--budget 143 ..] [--recipe recipe.yaml] [--workers 2] > plus.jsonl
 
 Without --model SmolLM2 is fetched and converted as in `quantmla demo`. TEXT is what is scored, by
 default the shipped test text; take windows of the training text to choose anything by.
@@ -11,6 +12,7 @@ import json
 from pathlib import Path
 
 import torch
+import yaml
 from transformers import AutoModelForCausalLM
 
 from quantmla import Recipe, run_calibration
@@ -45,14 +47,20 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--text", default="wikitext2-test")
     parser.add_argument("--tokens", type=int, default=16384)
+    parser.add_argument("--scheme", nargs="*", default=SCHEMES)
+    parser.add_argument("--budget", nargs="*", type=int, default=BUDGETS_BYTES, help="bytes")
+    parser.add_argument("--recipe", type=Path, help="instead of the recipe of this script")
+    parser.add_argument("--workers", type=int, default=1)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     model = args.model or args.out / "mla"
     if not model.exists():
         convert_model(fetch_smollm2(), model)
-    recipes = [Recipe.model_validate(COMMON | {"scheme": scheme}) for scheme in SCHEMES]
+    common = yaml.safe_load(args.recipe.read_text(encoding="utf-8")) if args.recipe else COMMON
+    recipes = [Recipe.model_validate(common | {"scheme": scheme}) for scheme in args.scheme]
     text, folder = "wikitext2-train", args.out / "calibration"
-    run = run_calibration(model, text, recipes, folder, resume=True, device=args.device)
+    settings = {"resume": True, "device": args.device, "workers": args.workers}
+    run = run_calibration(model, text, recipes, folder, **settings)
     tokenizer = load_tokenizer(model)
     windows = load_windows(open_text(text), tokenizer, recipes[0]).windows.ids[:4]
     source = load_model(AutoModelForCausalLM, model, dtype=torch.float32).to(args.device)
@@ -65,7 +73,7 @@ def main() -> None:
         for recipe in recipes:
             out = args.out / recipe.scheme.name
             yield Subject("quantmla_plus", out if out.exists() else run.fuse(recipe, out))
-        for budget in BUDGETS_BYTES:
+        for budget in args.budget:
             out = args.out / f"budget-{budget}"
             if not out.exists():
                 fuse_within(run, recipes, budget, weights, out)
