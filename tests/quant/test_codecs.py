@@ -26,7 +26,7 @@ CODECS = [
     Nvfp4(),
     Mxfp4(),
     Codebook(4),
-    ConstantNorm(2, scale=1.0),
+    ConstantNorm(bits=2, scale=1.0),
     Online(Affine(4), random_hadamard(64, 1)),
 ]
 
@@ -76,7 +76,7 @@ def test_errors_of_a_gaussian_group_are_those_of_the_table(
             Affine(bits, zero="min16"),
             Affine(bits),
             Affine(bits, zero="min16", clip=ratio),
-            ConstantNorm(bits, scale=1.0),
+            ConstantNorm(bits=bits, scale=1.0),
         )
     ]
     assert measured == pytest.approx([min16, zp8, clipped, constant], rel=0.02)
@@ -117,8 +117,8 @@ def test_half_quadratic_zeros_are_not_worse_than_rounding_in_their_own_norm(bits
         (Nvfp4(), Nvfp4(), 324),
         (Mxfp4(), Mxfp4(), 306),
         (Nvfp4(), Bf16(), 416),
-        (ConstantNorm(4), Affine(4), 291),
-        (ConstantNorm(2), Affine(4), 163),
+        (ConstantNorm(bits=4), Affine(4), 291),
+        (ConstantNorm(bits=2), Affine(4), 163),
         (Codebook(4), Codebook(4), 292),
         (HalfQuadratic(4), HalfQuadratic(4), 324),
         (Affine(4), PerChannel(4, zero="zp8"), 315),
@@ -197,7 +197,7 @@ def test_kivi_keeps_a_channel_of_large_constant_mean_apart():
     assert error[1] < 0.1 * error[0]
 
 
-@pytest.mark.parametrize("codec", [Fp8Flat(), Nvfp4(), ConstantNorm(4)])
+@pytest.mark.parametrize("codec", [Fp8Flat(), Nvfp4(), ConstantNorm(bits=4)])
 def test_static_numbers_must_be_fitted(codec):
     assert codec.static() is None
     with pytest.raises(SchemeError, match="never set"):
@@ -226,7 +226,7 @@ def test_mxfp4_scales_are_powers_of_two():
 def test_constant_norm_refuses_rows_of_different_norms():
     rows = ROWS * torch.linspace(0.5, 2, 96)[:, None]
     with pytest.raises(SchemeError, match="different norms"):
-        ConstantNorm(4).fitted(rows)
+        ConstantNorm(bits=4).fitted(rows)
 
 
 def test_an_online_rotation_helps_rows_with_an_outlier_channel():

@@ -32,13 +32,16 @@ def store_content(
     """
     if transform.content_rotation is not None:
         latent_unit = latent_unit @ transform.content_rotation.to(latent_unit)
-    return latent_unit * _content_factor(transform, gamma).to(latent_unit)
+    return _times(
+        latent_unit * _content_factor(transform, gamma).to(latent_unit), transform.content_matrix
+    )
 
 
 def restore_content(
     transform: LayerTransform, gamma: torch.Tensor, stored: torch.Tensor
 ) -> torch.Tensor:
     """Undo `store_content`; a channel whose norm weight is 0 comes back as 0."""
+    stored = _undone(stored, transform.content_matrix)
     factor = _content_factor(transform, gamma).to(stored)
     unit = stored * torch.where(factor == 0, 0, 1 / factor)
     if transform.content_rotation is not None:
@@ -63,13 +66,14 @@ def store_rope(
     """
     if not transform.rope_identity:
         k_rope = apply_pairs(k_rope, transform.rope_angle, transform.rope_scale, pairing_cache)
-    return _turn_online(transform, k_rope)
+    return _times(_turn_online(transform, k_rope), transform.rope_matrix)
 
 
 def restore_rope(
     transform: LayerTransform, pairing_cache: Pairing, stored: torch.Tensor
 ) -> torch.Tensor:
     """Undo `store_rope`."""
+    stored = _undone(stored, transform.rope_matrix)
     stored = _turn_online(transform, stored)  # the Hadamard matrix is its own inverse
     if transform.rope_identity:
         return stored
@@ -115,3 +119,11 @@ def _turn_online(transform: LayerTransform, key: torch.Tensor) -> torch.Tensor:
     if transform.rope_online is None:
         return key
     return key @ hadamard(key.shape[-1]).to(key)
+
+
+def _times(rows: torch.Tensor, matrix: torch.Tensor | None) -> torch.Tensor:
+    return rows if matrix is None else rows @ matrix.to(rows)
+
+
+def _undone(rows: torch.Tensor, matrix: torch.Tensor | None) -> torch.Tensor:
+    return rows if matrix is None else rows @ torch.linalg.inv(matrix.double()).to(rows)

@@ -16,6 +16,7 @@ from quantmla.quant.codec import (
     SCALE_BYTES,
     Codec,
     Dynamic,
+    Static,
     checked,
     fitted_number,
     positive_number,
@@ -94,7 +95,7 @@ class Codebook(Dynamic):
 
 
 @dataclass(frozen=True, eq=False)
-class ConstantNorm:
+class ConstantNorm(Static):
     """Levels of a standard normal number, scaled by one static number: codes without metadata.
 
     A latent behind its norm has the same length for every token as long as only a rotation is
@@ -106,10 +107,8 @@ class ConstantNorm:
     Source: algorithms.md section 3.3, E6.
     """
 
-    bits: int
-    scale: float | None = None
+    bits: int = field(kw_only=True)
     name: str = field(init=False)
-    group_tokens = 1
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", f"constant-norm{self.bits}")
@@ -132,10 +131,6 @@ class ConstantNorm:
                 "with norms",
             )
         return replace(self, scale=scale)
-
-    def static(self) -> float | None:
-        """Return the scale."""
-        return self.scale
 
     def round_trip(self, rows: Tensor) -> Tensor:
         """Return scale * level(rows / scale)."""

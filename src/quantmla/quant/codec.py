@@ -7,7 +7,7 @@ token gives back depends on that token alone, so that it is written once.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from torch import Tensor
@@ -38,6 +38,9 @@ class Codec(Protocol):
     def static(self) -> float | None:
         """Return the static number of a fitted codec, or None for a codec without one."""
 
+    def with_static(self, number: float) -> Codec:
+        """Return the codec with a static number that `static` gave."""
+
     def round_trip(self, rows: Tensor) -> Tensor:
         """Return what rows [.., tokens, channels] come back as, in float32."""
 
@@ -51,6 +54,15 @@ class Dynamic:
 
     group_tokens = 1
 
+    def with_static(self, number: float) -> Codec:
+        """Refuse: there is nothing to set.
+
+        Raises: SchemeError.
+        """
+        raise SchemeError(
+            "this codec has no static number", where=f"codec {self.name}", got=f"{number:g}"
+        )
+
     def fitted(self, rows: Tensor) -> Codec:
         """Return the codec itself: all of its numbers come from the rows that it codes."""
         return self
@@ -58,6 +70,26 @@ class Dynamic:
     def static(self) -> float | None:
         """Return None."""
         return None
+
+
+@dataclass(frozen=True, eq=False)
+class Static:
+    """What codecs with one static number share.
+
+    Args:
+        scale: the number. None before `fitted`.
+    """
+
+    scale: float | None = None
+    group_tokens = 1
+
+    def static(self) -> float | None:
+        """Return the number."""
+        return self.scale
+
+    def with_static(self, number: float) -> Codec:
+        """Return the codec with this number."""
+        return replace(self, scale=number)
 
 
 @dataclass(frozen=True, eq=False)

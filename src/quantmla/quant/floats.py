@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from quantmla.quant.affine import group_count
-from quantmla.quant.codec import Codec, Dynamic, checked, fitted_number, positive_number
+from quantmla.quant.codec import Codec, Dynamic, Static, checked, fitted_number, positive_number
 
 E4M3_MAX = 448.0
 E2M1_MAX = 6.0
@@ -29,25 +29,19 @@ def to_e2m1(x: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class Fp8Flat:
+class Fp8Flat(Static):
     """e4m3 with one static scale for a whole path of a layer.
 
     Args:
         scale: largest calibration magnitude / 448; larger numbers saturate. None before `fitted`.
     """
 
-    scale: float | None = None
     name = "fp8"
-    group_tokens = 1
 
     def fitted(self, rows: Tensor) -> Codec:
         """Return the codec with the scale of these rows."""
         peak = float(checked(rows, self.name).abs().max())
         return replace(self, scale=positive_number(peak, self.name) / E4M3_MAX)
-
-    def static(self) -> float | None:
-        """Return the scale."""
-        return self.scale
 
     def round_trip(self, rows: Tensor) -> Tensor:
         """Return scale * e4m3(rows / scale)."""
@@ -81,7 +75,7 @@ class Fp8Tile(Dynamic):
 
 
 @dataclass(frozen=True, eq=False)
-class Nvfp4:
+class Nvfp4(Static):
     """e2m1 in blocks of 16 with an e4m3 scale a block and one static float32 scale a path.
 
     Args:
@@ -89,19 +83,13 @@ class Nvfp4:
             `fitted`.
     """
 
-    scale: float | None = None
     block = 16
     name = "nvfp4"
-    group_tokens = 1
 
     def fitted(self, rows: Tensor) -> Codec:
         """Return the codec with the static scale of these rows."""
         peak = float(checked(rows, self.name).abs().max())
         return replace(self, scale=positive_number(peak, self.name) / (E2M1_MAX * E4M3_MAX))
-
-    def static(self) -> float | None:
-        """Return the static scale."""
-        return self.scale
 
     def round_trip(self, rows: Tensor) -> Tensor:
         """Return block scale * static scale * e2m1; a block whose scale rounds to 0 gives 0."""

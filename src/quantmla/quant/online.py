@@ -44,6 +44,10 @@ class Online:
         """Return the static number of the inner codec."""
         return self.inner.static()
 
+    def with_static(self, number: float) -> Codec:
+        """Return the codec with its inner codec so set."""
+        return replace(self, inner=self.inner.with_static(number))
+
     def round_trip(self, rows: Tensor) -> Tensor:
         """Return inner.round_trip(rows M) M^-1."""
         rows = rows.float()

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 FORMAT_VERSION = 1
 TRANSFORM_TENSORS = ("content_rotation", "content_scale", "rope_angle", "rope_scale")
 CLIP_TENSORS = ("content_clip", "rope_clip")
+ONLINE_TENSORS = ("content_matrix", "rope_matrix")
+TENSORS = (*TRANSFORM_TENSORS, *CLIP_TENSORS, *ONLINE_TENSORS)
+CONDITION_MAX = 1e8  # of a matrix that has to be undone
 
 
 @dataclass
@@ -35,6 +38,9 @@ class LayerTransform:
         content_clip [G, float32]: clip ratio of each content group, None for no clipping.
         rope_clip [G, float32]: clip ratio of each RoPE group, None for no clipping.
         rope_online: "hadamard" when post-RoPE keys and queries are multiplied by H_P, else None.
+        content_matrix [R, R, float64]: invertible, applied to the latent behind all of the above
+            when it is cached and undone when it is read; no weight can hold it.
+        rope_matrix [P, P, float64]: the same for the RoPE key.
         stats: plain JSON numbers about how the layer was learned.
     """
 
@@ -45,6 +51,8 @@ class LayerTransform:
     content_clip: torch.Tensor | None = None
     rope_clip: torch.Tensor | None = None
     rope_online: str | None = None
+    content_matrix: torch.Tensor | None = None
+    rope_matrix: torch.Tensor | None = None
     stats: dict = field(default_factory=dict)
 
     @property
@@ -75,6 +83,8 @@ class LayerTransform:
             "rope_scale": (pairs,),
             "content_clip": (group_count(rank, group),),
             "rope_clip": (group_count(2 * pairs, group),),
+            "content_matrix": (rank, rank),
+            "rope_matrix": (2 * pairs, 2 * pairs),
         }
         for name, shape in shapes.items():
             tensor = getattr(self, name)
@@ -104,12 +114,39 @@ class LayerTransform:
                 )
         if self.content_rotation is not None:
             check_orthogonal(self.content_rotation)
+        for name in ONLINE_TENSORS:
+            matrix = getattr(self, name)
+            condition = 1.0 if matrix is None else float(torch.linalg.cond(matrix.double()))
+            if not condition <= CONDITION_MAX:
+                raise CalibrationError(
+                    "a matrix of the cache cannot be undone",
+                    where=name,
+                    expected=f"a condition number of at most {CONDITION_MAX:g}",
+                    got=f"{condition:.3g}",
+                )
+
+    def check_foldable(self) -> None:
+        """Check that weights and the cache's own Hadamard matrix can hold all of it.
+
+        Raises:
+            CalibrationError: there is a dense matrix that only a simulated cache applies.
+        """
+        for name in ONLINE_TENSORS:
+            if getattr(self, name) is not None:
+                raise CalibrationError(
+                    "this transform cannot be folded into the weights",
+                    where=name,
+                    expected="rotation and scales of the content, rotation and scale of RoPE pairs",
+                    got="a dense matrix, as method flatquant learns: behind the norm only a "
+                    "diagonal, and before RoPE only pair rotations leave the model unchanged",
+                    next_step="measure it with `quantmla ablate`, which applies it in the cache",
+                )
 
     def to_bytes(self) -> bytes:
         """Return the safetensors file as bytes; equal transforms give equal bytes."""
         from safetensors.torch import save
 
-        tensors = {name: getattr(self, name) for name in TRANSFORM_TENSORS + CLIP_TENSORS}
+        tensors = {name: getattr(self, name) for name in TENSORS}
         stored = {
             name: tensor.detach().cpu().to(_storage_dtype(name)).contiguous()
             for name, tensor in tensors.items()
