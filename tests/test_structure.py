@@ -34,6 +34,9 @@ MAY_IMPORT = {
     "convert": BASE | {"checkpoint", "text", "loading"},
     "calibrate": BASE | {"quant", "cache", "transform", "checkpoint", "text", "loading"},
     "evaluate": BASE | {"quant", "cache", "kernels", "engine", "checkpoint", "text", "loading"},
+    "ablate": BASE
+    | {"quant", "cache", "transform", "checkpoint", "calibrate", "engine", "evaluate"}
+    | {"text", "loading"},
     "report": BASE,
     "bench": BASE | {"cache", "kernels", "evaluate"},
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from statistics import fmean
 
 from quantmla.ablate.cells import Cell
 from quantmla.ablate.distortion import FIT_WINDOWS, HELDOUT_WINDOWS, LayerWindows, measure_layer
@@ -81,8 +82,7 @@ def verdicts_of(ablation: Ablation, material: Material, folder: Folder) -> dict[
     sizes = (material.dims.kv_lora_rank, material.dims.qk_rope_head_dim)
     distortions = {}
     for cell in ablation.cells:
-        layers = measured(material, folder, cell)
-        distortions[cell] = sum(layer["both"] for layer in layers) / len(layers)
+        distortions[cell] = fmean(layer["both"] for layer in measured(material, folder, cell))
     sizes_bytes = {cell: cell.format.logical_bytes(*sizes) for cell in ablation.cells}
     return judge(distortions, sizes_bytes, ablation.gate)
 

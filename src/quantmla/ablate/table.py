@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from statistics import fmean
 
 import torch
 
@@ -68,16 +69,12 @@ def _describe(
         "bytes_per_token": form.logical_bytes(*sizes),
         "page_bytes_per_token": page,
         "bytes_at_512_64": form.logical_bytes(*LARGE),
-        "content_distortion": _mean(layers, "content"),
-        "rope_distortion": _mean(layers, "rope"),
+        "content_distortion": fmean(layer["content"] for layer in layers),
+        "rope_distortion": fmean(layer["rope"] for layer in layers),
         "layer_distortion": verdict.distortion,
         "promoted": verdict.promoted,
         "reason": verdict.reason,
     }
-
-
-def _mean(layers: list[dict], path: str) -> float:
-    return sum(layer[path] for layer in layers) / len(layers)
 
 
 def _scored(

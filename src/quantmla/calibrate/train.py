@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from quantmla.calibrate.clip import with_clips
 from quantmla.calibrate.objective import ratio_of_sums
@@ -58,9 +59,7 @@ def _train_content(
     step; the second phase is the exact objective.
     """
     scheme, config = recipe.scheme, recipe.train
-    attention = layer.attention(protection_of(recipe))
-    train, heldout = split_windows(recipe)
-    proxy = _ContentProxy(layer, recipe)
+    proxy = ContentProxy(layer, recipe)
     with torch.no_grad():
         path = min(
             (
@@ -72,6 +71,39 @@ def _train_content(
             key=lambda candidate: proxy.heldout_error(candidate.to(layer.device)),
         )
 
+    rates = {"skew": config.lr_rotation, "log_scale": config.lr_scale, "clip.logit": config.lr_clip}
+    start, best, error_of = fit_content(layer, recipe, path, rates, proxy)
+    with torch.no_grad():
+        rounding = error_of(lambda latent: read_content(plain, scheme, layer.gamma, latent))
+    learned.stats.update(error_record("content", rounding, start, best))
+    if best < rounding:
+        learned.content_rotation = polar(path.rotation().cpu())
+        learned.content_scale = path.scale().detach().double().cpu()
+        learned.content_clip = path.clip.values()
+
+
+def fit_content(
+    layer: LayerWorkspace,
+    recipe: Recipe,
+    path: nn.Module,
+    rates: dict[str, float],
+    proxy: ContentProxy,
+) -> tuple[float, float, Callable[[ReadBack], float]]:
+    """Train a round trip of the unit latent; curvature first, then the exact objective.
+
+    Args:
+        layer: the captured layer.
+        recipe: steps, windows, protection.
+        path: module from latent to latent, left in its best held-out state.
+        rates: peak learning rate of each parameter.
+        proxy: of the first phase.
+
+    Returns:
+        Held-out error at the start, the smallest one, and the function that measures it.
+    """
+    config, attention = recipe.train, layer.attention(protection_of(recipe))
+    train, heldout = split_windows(recipe)
+
     def exact_loss(step: int) -> torch.Tensor:
         window = train[step % len(train)]
         error, norm = attention.error(window, path(attention.sequence(window)[0]))
@@ -82,7 +114,7 @@ def _train_content(
 
     start, best = optimise(
         path,
-        {"skew": config.lr_rotation, "log_scale": config.lr_scale, "clip.logit": config.lr_clip},
+        rates,
         [
             Phase(config.curvature_steps, lambda step: proxy.loss(path)),
             Phase(recipe.steps, exact_loss),
@@ -91,13 +123,7 @@ def _train_content(
         config.warmup_steps,
         recipe.eval_every,
     )
-    with torch.no_grad():
-        rounding = error_of(lambda latent: read_content(plain, scheme, layer.gamma, latent))
-    learned.stats.update(_record("content", rounding, start, best))
-    if best < rounding:
-        learned.content_rotation = polar(path.rotation().cpu())
-        learned.content_scale = path.scale().detach().double().cpu()
-        learned.content_clip = path.clip.values()
+    return start, best, error_of
 
 
 def _rope_part(recipe: Recipe) -> Recipe:
@@ -113,11 +139,41 @@ def _train_rope(layer: LayerWorkspace, recipe: Recipe, plain: LayerTransform) ->
     position-score error.
     """
     scheme, config = recipe.scheme, recipe.train
-    protection = protection_of(recipe)
-    scores, attention = layer.scores(protection), layer.attention(protection)
-    train, heldout = split_windows(recipe)
+    scores, train = layer.scores(protection_of(recipe)), split_windows(recipe)[0]
     start_scale = scores.balanced_scale(train, *pair_indices(scores.rope_dim, layer.pairing_cache))
     path = RopePath(start_scale, scheme, layer.pairing_cache, recipe.clip_rope).to(layer.device)
+    rates = {
+        "angle": config.lr_angle,
+        "log_scale": config.lr_rope_scale,
+        "clip.logit": config.lr_clip,
+    }
+    start, best, error_of = fit_rope(layer, recipe, path, rates)
+    with torch.no_grad():
+        rounding = error_of(lambda key: read_rope(plain, scheme, layer.pairing_cache, key))
+    stats = error_record("rope", rounding, start, best)
+    if not best < rounding:  # NaN counts as not better
+        return LayerTransform(rope_clip=plain.rope_clip, stats=stats)
+    return LayerTransform(
+        rope_angle=path.angle.detach().double().cpu(),
+        rope_scale=path.scale().detach().double().cpu(),
+        rope_clip=path.clip.values(),
+        stats=stats,
+    )
+
+
+def fit_rope(
+    layer: LayerWorkspace, recipe: Recipe, path: nn.Module, rates: dict[str, float]
+) -> tuple[float, float, Callable[[ReadBack], float]]:
+    """Train a round trip of the RoPE key; position scores first, then their effect on the output.
+
+    Args: layer, recipe, path, rates: as for `fit_content`.
+
+    Returns:
+        As `fit_content`.
+    """
+    config, protection = recipe.train, protection_of(recipe)
+    scores, attention = layer.scores(protection), layer.attention(protection)
+    train, heldout = split_windows(recipe)
     on_output = config.curvature_steps > 0
     objective = attention.rope_error if on_output else scores.error
 
@@ -138,26 +194,16 @@ def _train_rope(layer: LayerWorkspace, recipe: Recipe, plain: LayerTransform) ->
 
     start, best = optimise(
         path,
-        {"angle": config.lr_angle, "log_scale": config.lr_rope_scale, "clip.logit": config.lr_clip},
+        rates,
         [Phase(recipe.steps, score_loss), Phase(config.curvature_steps, output_loss)],
         lambda: error_of(path),
         config.warmup_steps,
         recipe.eval_every,
     )
-    with torch.no_grad():
-        rounding = error_of(lambda key: read_rope(plain, scheme, layer.pairing_cache, key))
-    stats = _record("rope", rounding, start, best)
-    if not best < rounding:  # NaN counts as not better
-        return LayerTransform(rope_clip=plain.rope_clip, stats=stats)
-    return LayerTransform(
-        rope_angle=path.angle.detach().double().cpu(),
-        rope_scale=path.scale().detach().double().cpu(),
-        rope_clip=path.clip.values(),
-        stats=stats,
-    )
+    return start, best, error_of
 
 
-class _ContentProxy:
+class ContentProxy:
     """Second-order stand-in for the content objective: token-weighted error in the mean block.
 
     Args:
@@ -194,7 +240,8 @@ class _ContentProxy:
         return energy(path(latent) - latent, weight) / energy(latent, weight)
 
 
-def _record(name: str, rounding: float, start: float, best: float) -> dict[str, float]:
+def error_record(name: str, rounding: float, start: float, best: float) -> dict[str, float]:
+    """Return what a layer's statistics say about one path."""
     return {
         f"{name}_error_plain": rounding,
         f"{name}_error_start": start,
