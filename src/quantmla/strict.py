@@ -35,7 +35,16 @@ ClipRatio = Annotated[float, Field(gt=0.0, le=1.0)]
 Clip = ClipRatio | Literal["learned"] | None
 Zero = Literal["zp8", "min16"]
 Pairing = Literal["interleaved", "half"]
-Method = Literal["rtn", "smoothquant", "quarot_online", "quarot_offline", "quantmla"]
+Method = Literal[
+    "rtn",
+    "smoothquant",
+    "smoothquant_tuned",
+    "quarot_online",
+    "quarot_offline",
+    "quarot_angles",
+    "quantmla",
+    "flatquant",
+]
 LearningRate = Annotated[float, Field(gt=0.0, le=10.0)]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 

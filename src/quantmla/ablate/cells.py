@@ -10,7 +10,15 @@ from quantmla.errors import EvaluationError
 
 SCHEMES = ("c4r4", "c3r4", "c2r4", "c4r8", "c4r16")
 SQUARE = ("rtn", "quantmla")  # identity and learned, on either path
-BASELINES = ("smoothquant", "quarot_offline", "quarot_online")
+BASELINES = (
+    "smoothquant",
+    "smoothquant_tuned",
+    "quarot_offline",
+    "quarot_angles",
+    "quarot_online",
+    "flatquant",
+)
+SAME_CONTENT = ("quarot_offline", "quarot_angles")  # as quarot_online, whatever the RoPE path
 ROTATED = ("rtn", "quarot_online")  # what a simulated format is measured with
 # Formats whose sense depends on the transform: (content method, RoPE method).
 OWN_PAIRS = {
@@ -79,7 +87,7 @@ def _pairs(form: Form) -> list[tuple[str, str]]:
     else:
         pairs = [(method, method) for method in (*ROTATED, "quantmla")]
     if form.rope_bits == 16:  # where no method changes anything
-        pairs = [(content, "rtn") for content, _ in pairs if content != "quarot_offline"]
+        pairs = [(content, "rtn") for content, _ in pairs if content not in SAME_CONTENT]
     return pairs
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -48,6 +49,16 @@ def train_layer(layer: LayerWorkspace, recipe: Recipe) -> LayerTransform:
         learned.rope_angle, learned.rope_scale = rope.rope_angle, rope.rope_scale
         learned.rope_clip = rope.rope_clip
     return learned
+
+
+def shared_training(layer: LayerWorkspace, recipe: Recipe) -> LayerTransform:
+    """Return a copy of what `train_layer` gives, learned once a layer for all methods that ask.
+
+    Args: layer, recipe: as for `train_layer`; the method does not count.
+    """
+    key = (train_layer, recipe.model_copy(update={"method": "quantmla"}))
+    learned = layer.once(key, lambda: train_layer(layer, recipe))
+    return replace(learned, stats=dict(learned.stats))
 
 
 def _train_content(

@@ -11,6 +11,10 @@ COLORS = {
     "smoothquant": "#edae49",
     "quarot_offline": "#8d96a3",
     "quarot_online": "#3c91e6",
+    "smoothquant_tuned": "#c9831a",
+    "quarot_angles": "#5c6f91",
+    "flatquant": "#6a4c93",
+    "mixed": "#b56576",
     "quantmla": "#2a9d8f",
     "bf16": "#9b72cf",
 }
@@ -21,6 +25,10 @@ NAMES = {
     "smoothquant": "SmoothQuant",
     "quarot_offline": "QuaRot offline",
     "quarot_online": "QuaRot online",
+    "smoothquant_tuned": "SmoothQuant tuned",
+    "quarot_angles": "QuaRot, random angles",
+    "flatquant": "FlatQuant ceiling",
+    "mixed": "two methods",
     "quantmla": "QuantMLA",
 }
 
