@@ -18,6 +18,8 @@ BASELINES = (
     "quarot_online",
     "flatquant",
 )
+# where the ceiling is: an unconstrained matrix on one path, QuantMLA on the other
+CEILINGS = (("flatquant", "quantmla"), ("quantmla", "flatquant"))
 SAME_CONTENT = ("quarot_offline", "quarot_angles")  # as quarot_online, whatever the RoPE path
 ROTATED = ("rtn", "quarot_online")  # what a simulated format is measured with
 # Formats whose sense depends on the transform: (content method, RoPE method).
@@ -25,6 +27,7 @@ OWN_PAIRS = {
     "c4-kivi4": (("rtn", "rtn"), ("quarot_online", "rtn"), ("quantmla", "rtn")),
     "c2-kivi4": (("rtn", "rtn"), ("quarot_online", "rtn"), ("quantmla", "rtn")),
     "fp8": (("rtn", "rtn"),),
+    "fp8-r16": (("rtn", "rtn"),),
     "fp8-tile": (("rtn", "rtn"),),
     "book4": (("quarot_online", "quarot_online"),),
     "book2-book4": (("quarot_online", "quarot_online"),),
@@ -83,7 +86,7 @@ def _pairs(form: Form) -> list[tuple[str, str]]:
         return list(OWN_PAIRS[form.name])
     if form.packed:
         square = [(content, rope) for content in SQUARE for rope in SQUARE]
-        pairs = square + [(method, method) for method in BASELINES]
+        pairs = square + [(method, method) for method in BASELINES] + list(CEILINGS)
     else:
         pairs = [(method, method) for method in (*ROTATED, "quantmla")]
     if form.rope_bits == 16:  # where no method changes anything

@@ -103,6 +103,7 @@ SIMULATED = {
         Form("hqq4", 4, 4, _fixed(HalfQuadratic(4)), _fixed(HalfQuadratic(4))),
         Form("hqq2-hqq4", 2, 4, _fixed(HalfQuadratic(2)), _fixed(HalfQuadratic(4))),
         Form("fp8", 8, 8, _fixed(Fp8Flat()), _fixed(Fp8Flat())),
+        Form("fp8-r16", 8, 16, _fixed(Fp8Flat()), _BF16),
         Form("fp8-tile", 8, 16, _fixed(Fp8Tile()), _BF16),
         Form("nvfp4", 4, 4, _fixed(Nvfp4()), _fixed(Nvfp4())),
         Form("nvfp4-r16", 4, 16, _fixed(Nvfp4()), _BF16),
