@@ -117,7 +117,9 @@ def score_promoted(
                 exchange.take([LayerTransform()] * material.dims.num_cache_layers)
                 scored = score_cell(
                     model,
-                    lambda: QuantMLACache.from_scheme("c16r16", config, check_finite=True),
+                    lambda: QuantMLACache.from_scheme(
+                        "c16r16", config, check_finite=True, kernels="never"
+                    ),
                     ids,
                     settings,
                     BF16,

@@ -115,7 +115,8 @@ def cell_cache(
         statics: static numbers of the codecs of each layer, from the first rung.
         config: of the model.
         policy: (sink, window) of the cells that have one.
-    Returns: QuantMLACache; of pages where they can hold the cell, else simulated.
+    Returns: QuantMLACache; of pages where they can hold the cell, else simulated. Attention is in
+        plain torch either way, so that cells differ in their formats only.
     Raises: CacheError, SchemeError.
     Source: own.
     """
@@ -130,7 +131,7 @@ def cell_cache(
         )
         clips = [(t.content_clip, t.rope_clip) for t in transforms]
         return QuantMLACache.from_scheme(
-            scheme, config, clips=clips, rope_online=online, check_finite=True
+            scheme, config, clips=clips, rope_online=online, check_finite=True, kernels="never"
         )
     codecs = [
         behind_matrices(_with_statics(form.codecs(transform), pair), transform)

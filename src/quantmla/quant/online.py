@@ -6,7 +6,7 @@ inverse into kv_b, up to the rounding of the rows to BF16.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -25,6 +25,10 @@ class Online:
 
     inner: Codec
     matrix: Tensor
+    inverse: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "inverse", torch.linalg.inv(self.matrix.double()))
 
     @property
     def name(self) -> str:
@@ -51,9 +55,7 @@ class Online:
     def round_trip(self, rows: Tensor) -> Tensor:
         """Return inner.round_trip(rows M) M^-1."""
         rows = rows.float()
-        matrix = self.matrix.to(rows)
-        inverse = torch.linalg.inv(self.matrix.double()).to(rows)
-        return self.inner.round_trip(rows @ matrix) @ inverse
+        return self.inner.round_trip(rows @ self.matrix.to(rows)) @ self.inverse.to(rows)
 
     def logical_bytes(self, channels: int) -> float:
         """Return the bytes of the inner codec: the matrix is one for all tokens."""
