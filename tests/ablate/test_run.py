@@ -79,6 +79,8 @@ def test_intervals_hold_the_numbers(done):
         assert 0 < low < row["kl"] < high
         low, high = row["ppl_ratio_ci95"]
         assert low < row["ppl_ratio"] < high
+        bf16 = done[1]["ablation"]["bf16"]["ppl"]
+        assert row["ppl_ratio"] == pytest.approx(row["ppl"] / bf16, rel=1e-6)
     rtn, ours = (row_of(done[1], f"c2r4/{m}/policy") for m in ("rtn", "quantmla"))
     assert rtn["kl_over_quantmla"] == pytest.approx(rtn["kl"] / ours["kl"])
     assert ours["kl_over_quantmla"] is None

@@ -9,6 +9,7 @@ from quantmla.ablate.scoring import ExchangeModel, cell_cache, expected_pairs, i
 from quantmla.checkpoint.fusedir import fuse_checkpoint
 from quantmla.engine.hf import QuantMLACache
 from quantmla.evaluate.model import Settings, loaded
+from quantmla.quant.codec import Affine
 from quantmla.transform.layer import LayerTransform
 from tiny import TINY_IDS, TINY_KWARGS, write_tiny
 
@@ -61,6 +62,11 @@ def test_a_dense_matrix_is_applied_and_undone_by_the_cache(tmp_path):
         near = logits(model, cache)
         fine = cell_cache(cell, [LayerTransform()] * 2, NOTHING[:2], model.config, (4, 128))
         plain = logits(model, fine)
+        store, rows = cache.layers[1].store, torch.randn(5, 32)
+    expected = Affine(8).round_trip(rows @ transforms[1].content_matrix.float())
+    expected = expected @ transforms[1].content_matrix.inverse().float()
+    torch.testing.assert_close(store.content.round_trip(rows), expected)
+    assert not torch.equal(near, plain)
     errors = [float((part - exact).norm() / exact.norm()) for part in (near, plain)]
     assert 0 < errors[0] < 2 * errors[1] < 0.1
 

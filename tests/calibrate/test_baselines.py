@@ -152,3 +152,12 @@ def test_tuned_smoothquant_obeys_the_clip_policy(tmp_path):
     transform = METHODS["smoothquant_tuned"](layer, clipped)
     assert torch.equal(transform.content_clip, torch.tensor([0.65]))
     assert torch.equal(transform.rope_clip, torch.tensor([0.9]))
+
+
+def test_tuned_smoothquant_searches_clips_in_a_fresh_layer(tmp_path):
+    layer = LayerWorkspace(captured(tmp_path), "half", 0)
+    learned = recipe("smoothquant_tuned", clip_content="learned", clip_rope="learned")
+    transform = METHODS["smoothquant_tuned"](layer, learned)
+    for clip in (transform.content_clip, transform.rope_clip):
+        assert clip.shape == (1,)
+        assert 0.4 <= float(clip) <= 1

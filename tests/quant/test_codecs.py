@@ -103,6 +103,39 @@ def test_half_quadratic_zeros_are_not_worse_than_rounding_in_their_own_norm(bits
     assert float(ours.mean()) < 0.99 * float(plain.mean())
 
 
+def published_steps(x):
+    """The published loop on one group, in plain Python: every (p-norm, values) that it meets."""
+
+    def bf16(value):
+        return float(torch.tensor(value).bfloat16())
+
+    scale = bf16((max(x) - min(x)) / 15)
+    zero, beta, met = bf16(-min(x) / scale), 10.0, []
+    for _ in range(21):
+        codes = [min(max(round(v / scale + zero), 0), 15) for v in x]
+        back = [(code - zero) * scale for code in codes]
+        errors = [v - b for v, b in zip(x, back, strict=True)]
+        met.append((sum(abs(e) ** 0.7 for e in errors), back))
+        shrunk = [
+            math.copysign(max(abs(e) - abs(e) ** -0.3 / beta, 0), e) if e else 0.0 for e in errors
+        ]
+        terms = [c - (v - e) / scale for c, v, e in zip(codes, x, shrunk, strict=True)]
+        zero, beta = bf16(sum(terms) / len(x)), beta * 1.01
+    return met
+
+
+def test_half_quadratic_steps_are_the_published_ones():
+    rows = 4 * torch.randn(12, 64, generator=torch.Generator().manual_seed(8))
+    start = best = 0.0
+    for row in rows:
+        met = published_steps(row.tolist())
+        error, back = min(met, key=lambda entry: entry[0])
+        start, best = start + met[0][0], best + error
+        ours = HalfQuadratic(4).round_trip(row[None])[0]
+        torch.testing.assert_close(ours, torch.tensor(back), rtol=1e-4, atol=1e-4)
+    assert best < 0.995 * start
+
+
 @pytest.mark.parametrize(
     ("content", "rope", "expected"),
     [

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 EXPONENTS = (0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 
 
-@torch.no_grad()
 def smoothquant_tuned(layer: LayerWorkspace, recipe: Recipe) -> LayerTransform:
     """Pick the exponent of either path whose attention output is closest on held-out windows.
 
@@ -42,13 +41,14 @@ def smoothquant_tuned(layer: LayerWorkspace, recipe: Recipe) -> LayerTransform:
     for exponent in EXPONENTS:
         plain = smoothed(layer.capture, recipe, layer.pairing_cache, exponent)
         candidates[exponent] = transform = with_clips(plain, layer, recipe)
-        content, rope = [], []
-        for window in heldout:
-            latent, k_rope, _ = attention.sequence(window)
-            back = read_content(transform, scheme, layer.gamma, latent)
-            content.append(attention.error(window, back))
-            back = read_rope(transform, scheme, layer.pairing_cache, k_rope)
-            rope.append(attention.rope_error(window, back))
+        with torch.no_grad():  # the search of clips above samples gradients
+            content, rope = [], []
+            for window in heldout:
+                latent, k_rope, _ = attention.sequence(window)
+                back = read_content(transform, scheme, layer.gamma, latent)
+                content.append(attention.error(window, back))
+                back = read_rope(transform, scheme, layer.pairing_cache, k_rope)
+                rope.append(attention.rope_error(window, back))
         errors["content"][exponent] = ratio_of_sums(content)
         errors["rope"][exponent] = ratio_of_sums(rope)
     best = {path: min(found, key=found.__getitem__) for path, found in errors.items()}
