@@ -18,6 +18,7 @@ RECIPE = Recipe(
 )
 PATTERNS = [
     "c2r4/quantmla/policy",
+    "c2r4/flatquant/policy",
     "c2r4/rtn/*",
     "c2r4/rtn+quantmla/policy",
     "c4-kivi4/rtn/*",

@@ -86,6 +86,15 @@ def test_intervals_hold_the_numbers(done):
     assert ours["kl_over_quantmla"] is None
 
 
+def test_the_ceiling_is_simulated_and_at_least_as_close_on_every_path(done):
+    flat, ours = (row_of(done[1], f"c2r4/{m}/policy") for m in ("flatquant", "quantmla"))
+    assert (flat["storage"], ours["storage"]) == ("simulated", "packed")
+    assert flat["bytes_per_token"] == ours["bytes_per_token"] == 22
+    assert (flat["page_bytes_per_token"], ours["page_bytes_per_token"]) == (None, 22)
+    for path in ("content", "rope"):
+        assert 0 < flat[f"{path}_distortion"] <= 1.01 * ours[f"{path}_distortion"]
+
+
 def test_without_the_policy_the_error_is_larger(done):
     policy, bare = (row_of(done[1], f"c2r4/rtn/{p}") for p in ("policy", "bare"))
     assert bare["kl"] > 3 * policy["kl"]
