@@ -21,6 +21,9 @@ def ablate(quantmla, model_folder, text, tmp_path):
 
 
 def test_dry_run_lists_cells_and_writes_nothing(ablate, tmp_path):
+    code, out, _ = ablate("--cells", "*fp4/rtn/*", "--dry-run")
+    assert code == 0
+    assert "nvfp4/rtn/bare" in out
     code, out, _ = ablate("--cells", "*fp4/rtn/*", "--dry-run", "--json")
     plan = json.loads(out)
     assert code == 0

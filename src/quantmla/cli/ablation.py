@@ -101,7 +101,7 @@ def ablate(
         workers=workers or 1,
     )
     if dry_run:
-        emit(estimate(ablation, scoring), as_json, print_fields)
+        emit(estimate(ablation, scoring), as_json, print_plan)
         return
     require_packages()
     with resumable():
@@ -110,6 +110,17 @@ def ablate(
     say(f"wrote {report}")
     emit(result, as_json, print_ablation)
     require_valid_cells(result)
+
+
+def print_plan(plan: dict) -> None:
+    """Print what an ablation would do: its cells, then what they cost.
+
+    Args: plan [of estimate].
+    Source: own.
+    """
+    rows = [[name, *sizes.values()] for name, sizes in plan["cells"].items()]
+    table("Cells", ["cell", "bytes a token and layer", "at 512+64"], rows)
+    print_fields({name: value for name, value in plan.items() if name != "cells"})
 
 
 def print_ablation(result: dict) -> None:
