@@ -168,7 +168,7 @@ def test_folders_of_something_else_are_refused(done):
 
 def test_a_cell_that_loses_is_not_scored(ablation, tmp_path):
     patterns = ["nvfp4/rtn/policy", "nvfp4/quarot_online/policy", "c4r4/rtn/policy"]
-    result = run(ablation(tmp_path / "out", patterns, gate=1.0))
+    result = run(ablation(tmp_path / "out", patterns, gate=1.0, tokens=200))
     rows = result["ablation"]["rows"]
     assert row_of(result, "c4r4/rtn/policy")["promoted"]
     lost = [row for row in rows if not row["promoted"]]

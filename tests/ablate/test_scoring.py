@@ -11,10 +11,19 @@ from quantmla.engine.hf import QuantMLACache
 from quantmla.evaluate.model import Settings, loaded
 from quantmla.quant.codec import Affine
 from quantmla.transform.layer import LayerTransform
-from tiny import TINY_IDS, TINY_KWARGS, write_tiny
+from tiny import TINY_CASES, write_tiny
 
 IDS = torch.randint(0, 96, (1, 40), generator=torch.Generator().manual_seed(5))
 NOTHING = [(None, None)] * 4
+# every way to name and pair the attention weights; test_families has the whole matrix
+FAMILIES = [
+    "deepseek_v2-qlora",
+    "deepseek_v3-half",
+    "deepseek_v3-qlora-bias",
+    "longcat_flash",
+    "minicpm3",
+    "mistral4",
+]
 
 
 def logits(model, cache):
@@ -22,8 +31,9 @@ def logits(model, cache):
         return model(input_ids=IDS, **cache.as_kwargs(model)).logits
 
 
-@pytest.mark.parametrize("kwargs", TINY_KWARGS, ids=TINY_IDS)
-def test_exchanged_weights_are_those_of_the_fused_folder(tmp_path, kwargs):
+@pytest.mark.parametrize("family", FAMILIES)
+def test_exchanged_weights_are_those_of_the_fused_folder(tmp_path, family):
+    kwargs = dict(TINY_CASES)[family]
     source = write_tiny(tmp_path / "source", dtype=torch.bfloat16, **kwargs)
     transforms = random_transforms(source, clip=True)
     folder = fuse_checkpoint(
