@@ -114,7 +114,8 @@ def ablation_part(result: dict) -> str:
     blocks = ablation["bootstrap"]
     note = (
         f"{ablation['rule']} {ablation['tokens']:,} tokens in windows of "
-        f"{ablation['window_tokens']:,}, {blocks['blocks']} blocks of {blocks['block_tokens']}."
+        f"{ablation['window_tokens']:,}, {blocks['blocks']} blocks of {blocks['block_tokens']}. "
+        f"Revisions that worked on it: {', '.join(r[:12] for r in ablation['revisions'])}."
     )
     measured = _measured_with(result["manifest"])
     return "\n\n".join([_table(head, rows, left=4), note, measured])
