@@ -2,8 +2,9 @@
 
 Run `python docs/render_results.py` after `metrics.json` of `make results` was copied to
 benchmarks/results/cpu/demo.json, or `quantmla bench decode|write --out` wrote decode.json and
-write.json in benchmarks/results/h200, or `quantmla analyze --out` wrote cpu/analyze.json.
-Only the standard library is needed.
+write.json in benchmarks/results/h200, or `quantmla analyze --out` wrote cpu/analyze.json, or
+results.json of `quantmla ablate` was copied to benchmarks/results/cpu/ablation.json. Only the
+standard library is needed.
 """
 
 from __future__ import annotations
@@ -15,8 +16,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 METRICS = RESULTS / "cpu" / "demo.json"
+ABLATION = RESULTS / "cpu" / "ablation.json"
 NAMES = {
     "rtn": "RTN",
+    "smoothquant_tuned": "SmoothQuant† tuned",
+    "quarot_angles": "QuaRot†, random angles",
+    "flatquant": "FlatQuant ceiling",
     "smoothquant": "SmoothQuant†",
     "quarot_offline": "QuaRot† offline",
     "quarot_online": "QuaRot† online",
@@ -157,10 +162,40 @@ def layers_part(result: dict) -> str:
     return _table(head, rows, left=1)
 
 
+def ablation_part(result: dict) -> str:
+    """One row a cell: bytes at both sizes, layer distortion, scores with intervals, verdict."""
+    ablation = result["ablation"]
+    head = ["format", "method", "policy", "storage", "bytes", "at 512+64", "layer distortion"]
+    head += ["perplexity / BF16", "95 %", "KL", "95 %", "KL / QuantMLA"]
+    rows = []
+    for row in ablation["rows"]:
+        methods = [NAMES[row["content"]], NAMES[row["rope"]]]
+        name = methods[0] if methods[0] == methods[1] else f"{methods[0]} + {methods[1]}"
+        cells = [row["format"], name, "yes" if row["policy"] else "no", row["storage"]]
+        cells += [f"{row[n]:g}" for n in ("bytes_per_token", "bytes_at_512_64")]
+        cells.append(f"{row['layer_distortion']:.2e}")
+        if row["promoted"]:
+            cells += [f"{row['ppl_ratio']:.4f}", _interval(row["ppl_ratio_ci95"])]
+            cells += [f"{row['kl']:.4f}", _interval(row["kl_ci95"])]
+            cells.append(_number(row["kl_over_quantmla"], ".2f"))
+        else:
+            cells += ["not scored", "", "", "", ""]
+        rows.append(cells)
+    blocks = ablation["bootstrap"]
+    note = (
+        f"{ablation['rule']} {ablation['tokens']:,} tokens in windows of "
+        f"{ablation['window_tokens']:,}, {blocks['blocks']} blocks of {blocks['block_tokens']}. "
+        f"Revisions that worked on it: {', '.join(r[:12] for r in ablation['revisions'])}."
+    )
+    measured = _measured_with(result["manifest"])
+    return "\n\n".join([_table(head, rows, left=4), note, measured])
+
+
 # (page, name of its markers, committed file, how it is rendered)
 PARTS: list[tuple[str, str, Path, Callable[[dict], str]]] = [
     ("README.md", "results", METRICS, readme_part),
     ("docs/results.md", "results", METRICS, results_part),
+    ("docs/baselines.md", "ablation", ABLATION, ablation_part),
     ("docs/performance.md", "decode", RESULTS / "h200" / "decode.json", decode_part),
     ("docs/performance.md", "write", RESULTS / "h200" / "write.json", write_part),
     ("docs/performance.md", "memory", RESULTS / "h200" / "memory.json", memory_part),
@@ -208,6 +243,10 @@ def _table(head: list[str], rows: list[list[str]], *, left: int) -> str:
 
 def _number(value: float | None, form: str) -> str:
     return "" if value is None else format(value, form)
+
+
+def _interval(pair: list[float]) -> str:
+    return "{:.4f} to {:.4f}".format(*pair)
 
 
 def _measured_with(manifest: dict) -> str:

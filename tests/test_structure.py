@@ -37,6 +37,9 @@ MAY_IMPORT = {
     "analyze": BASE
     | {"quant", "cache", "transform", "checkpoint", "text", "loading", "calibrate"}
     | {"engine.clips", "evaluate.manifest", "evaluate.model"},
+    "ablate": BASE
+    | {"quant", "cache", "transform", "checkpoint", "calibrate", "engine", "evaluate"}
+    | {"text", "loading"},
     "report": BASE,
     "bench": BASE | {"cache", "kernels", "evaluate"},
 }

@@ -37,7 +37,15 @@ Clip = ClipRatio | Literal["learned"] | None
 Zero = Literal["zp8", "min16"]
 Pairing = Literal["interleaved", "half"]
 Method = Literal[
-    "rtn", "smoothquant", "quarot_online", "quarot_offline", "quantmla", "quantmla_plus"
+    "rtn",
+    "smoothquant",
+    "smoothquant_tuned",
+    "quarot_online",
+    "quarot_offline",
+    "quarot_angles",
+    "quantmla",
+    "quantmla_plus",
+    "flatquant",
 ]
 LearningRate = Annotated[float, Field(gt=0.0, le=10.0)]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]

@@ -1,13 +1,19 @@
 """Baselines: their formulas, written out again, and what each may and may not touch."""
 
+from typing import get_args
+
 import pytest
 import torch
 
+from quantmla.calibrate.baselines import smoothed
 from quantmla.calibrate.capture import capture_layers
 from quantmla.calibrate.methods import METHODS
+from quantmla.calibrate.readback import read_content, read_rope
+from quantmla.calibrate.tuned import EXPONENTS
 from quantmla.calibrate.workspace import LayerWorkspace
 from quantmla.config import Recipe
 from quantmla.errors import CalibrationError
+from quantmla.strict import Method
 from tiny import write_tiny
 
 WINDOWS = torch.randint(0, 96, (3, 20), generator=torch.Generator().manual_seed(1))
@@ -23,7 +29,7 @@ def recipe(method, **fields):
 
 
 def test_every_method_name_of_a_recipe_is_registered():
-    assert set(METHODS) == {"rtn", "smoothquant", "quarot_online", "quarot_offline", "quantmla"}
+    assert set(METHODS) == set(get_args(Method))
     for method in METHODS:
         assert recipe(method).method == method
 
@@ -105,3 +111,53 @@ def test_every_baseline_takes_the_same_clips(tmp_path, method):
     transform = METHODS[method](LayerWorkspace(capture, "half", 0), clipped)
     assert torch.equal(transform.content_clip, torch.tensor([0.65]))
     assert torch.equal(transform.rope_clip, torch.tensor([0.9]))
+
+
+def test_random_angles_keep_the_rotation_and_turn_every_pair(tmp_path):
+    layer = LayerWorkspace(captured(tmp_path), "half", 7)
+    offline, angles = (METHODS[m](layer, recipe(m)) for m in ("quarot_offline", "quarot_angles"))
+    assert torch.equal(offline.content_rotation, angles.content_rotation)
+    assert angles.rope_angle.shape == (8,)
+    assert 0 < float(angles.rope_angle.min()) < float(angles.rope_angle.max()) < 2 * torch.pi
+    assert angles.rope_scale is angles.rope_online is None
+    assert len(set(angles.rope_angle.tolist())) == 8
+    other = METHODS["quarot_angles"](LayerWorkspace(layer.capture, "half", 8), recipe("rtn"))
+    assert not torch.equal(other.rope_angle, angles.rope_angle)
+
+
+def test_tuned_smoothquant_takes_the_best_exponent_of_each_path(tmp_path):
+    layer = LayerWorkspace(captured(tmp_path), "half", 0)
+    recipe_ = recipe("smoothquant_tuned", protect="none")
+    transform = METHODS["smoothquant_tuned"](layer, recipe_)
+    attention, window = layer.attention(), 2  # the held-out one
+    latent, k_rope, _ = attention.sequence(window)
+    errors = {"content": {}, "rope": {}}
+    for exponent in EXPONENTS:
+        trial = smoothed(layer.capture, recipe_, "half", exponent)
+        content = read_content(trial, recipe_.scheme, layer.gamma, latent)
+        rope = read_rope(trial, recipe_.scheme, "half", k_rope)
+        errors["content"][exponent] = float(attention.error(window, content)[0])
+        errors["rope"][exponent] = float(attention.error(window, k_rope=rope)[0])
+    for path, found in errors.items():
+        assert transform.stats[f"{path}_exponent"] == min(found, key=found.get)
+        assert len(set(found.values())) == len(EXPONENTS)
+    best = transform.stats["rope_exponent"]
+    expected = smoothed(layer.capture, recipe_, "half", best).rope_scale
+    assert torch.equal(transform.rope_scale, expected)
+
+
+def test_tuned_smoothquant_obeys_the_clip_policy(tmp_path):
+    layer = LayerWorkspace(captured(tmp_path), "half", 0)
+    clipped = recipe("smoothquant_tuned", clip_content=0.65, clip_rope=0.9)
+    transform = METHODS["smoothquant_tuned"](layer, clipped)
+    assert torch.equal(transform.content_clip, torch.tensor([0.65]))
+    assert torch.equal(transform.rope_clip, torch.tensor([0.9]))
+
+
+def test_tuned_smoothquant_searches_clips_in_a_fresh_layer(tmp_path):
+    layer = LayerWorkspace(captured(tmp_path), "half", 0)
+    learned = recipe("smoothquant_tuned", clip_content="learned", clip_rope="learned")
+    transform = METHODS["smoothquant_tuned"](layer, learned)
+    for clip in (transform.content_clip, transform.rope_clip):
+        assert clip.shape == (1,)
+        assert 0.4 <= float(clip) <= 1

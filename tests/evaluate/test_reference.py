@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from quantmla.errors import EvaluationError
-from quantmla.evaluate.reference import ReferenceFile
+from quantmla.evaluate.reference import ReferenceFile, ReferenceTensor
 
 
 def test_what_is_written_is_read_back_chunk_by_chunk(tmp_path):
@@ -15,6 +15,16 @@ def test_what_is_written_is_read_back_chunk_by_chunk(tmp_path):
             file.write(2, start, stored[2:, start : start + 4])
         assert torch.equal(file.read(0, 0, (3, 10)), stored)
         assert torch.equal(file.read(1, 3, (2, 5)), stored[1:, 3:8])
+
+
+def test_in_memory_it_is_the_same_array():
+    stored = torch.randn(3, 10, 7)
+    with ReferenceTensor((3, 10, 7), "cpu") as tensor:
+        for start in (0, 4, 8):
+            tensor.write(0, start, stored[:2, start : start + 4])
+            tensor.write(2, start, stored[2:, start : start + 4])
+        assert torch.equal(tensor.read(0, 0, (3, 10)), stored)
+        assert torch.equal(tensor.read(1, 3, (2, 5)), stored[1:, 3:8])
 
 
 def test_nothing_is_left_behind(tmp_path):

@@ -1,4 +1,4 @@
-"""Baseline transforms: rounding alone, channel scaling, random rotation; the same quantiser."""
+"""Baseline transforms: rounding alone, channel scaling, random rotations; the same quantiser."""
 
 from __future__ import annotations
 
@@ -51,6 +51,13 @@ def smoothquant(
 
     Source: SmoothQuant, applied to both paths of an MLA cache.
     """
+    return smoothed(capture, recipe, pairing_cache, SMOOTHING)
+
+
+def smoothed(
+    capture: LayerCapture, recipe: Recipe, pairing_cache: str, exponent: float
+) -> LayerTransform:
+    """Return SmoothQuant's scales for any exponent; see `smoothquant`."""
     train = recipe.sequences
     gamma = capture.gamma.double().abs()
     latent = capture.latent_unit[:train].abs().amax((0, 1)).double() * gamma
@@ -61,8 +68,9 @@ def smoothquant(
         [_pair_norm(window, first, second).amax((0, 1)) for window in capture.q_rope[:train]]
     ).amax(0)
     return LayerTransform(
-        content_scale=gamma.clamp_min(SMALLEST_SHARE * gamma.max()) * _balance(latent, weight),
-        rope_scale=_balance(key, query.double()),
+        content_scale=gamma.clamp_min(SMALLEST_SHARE * gamma.max())
+        * _balance(latent, weight, exponent),
+        rope_scale=_balance(key, query.double(), exponent),
     )
 
 
@@ -112,13 +120,34 @@ def quarot_online(
     return transform
 
 
-def _balance(activation: torch.Tensor, reader: torch.Tensor) -> torch.Tensor:
+def quarot_angles(
+    capture: LayerCapture, recipe: Recipe, pairing_cache: str, seed: int
+) -> LayerTransform:
+    """As `quarot_offline`; every RoPE pair is also turned by a random angle, which folds.
+
+    Args:
+        capture, recipe, pairing_cache, seed: as for `quarot_offline`.
+
+    Returns:
+        A rotation with unit scales, and one angle a pair.
+
+    Source: the random rotation that commutes with RoPE.
+    """
+    transform = quarot_offline(capture, recipe, pairing_cache, seed)
+    generator = torch.Generator().manual_seed(seed)
+    pairs = capture.k_rope.shape[-1] // 2
+    turns = torch.rand(pairs, dtype=torch.float64, generator=generator)
+    transform.rope_angle = 2 * torch.pi * turns
+    return transform
+
+
+def _balance(activation: torch.Tensor, reader: torch.Tensor, exponent: float) -> torch.Tensor:
     """Return 1/s = reader^(1-a) / activation^a with mean log 0."""
     activation, reader = (
         x.clamp_min(SMALLEST_SHARE * x.max().clamp_min(torch.finfo(x.dtype).tiny))
         for x in (activation, reader)
     )
-    log_scale = (1 - SMOOTHING) * reader.log() - SMOOTHING * activation.log()
+    log_scale = (1 - exponent) * reader.log() - exponent * activation.log()
     return (log_scale - log_scale.mean()).exp()
 
 

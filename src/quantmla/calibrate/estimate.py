@@ -12,7 +12,7 @@ import torch
 
 from quantmla.calibrate.capture import capture_layers, decoder_of
 from quantmla.calibrate.joint import JOINT_SEQUENCES, joint_check
-from quantmla.calibrate.methods import METHODS
+from quantmla.calibrate.methods import METHODS, TRAINED
 from quantmla.calibrate.pool import calibration_threads
 from quantmla.calibrate.record import LayerCapture
 from quantmla.calibrate.run import check_recipes
@@ -165,7 +165,7 @@ def _layer_time(capture: LayerCapture, recipe: Recipe, pairing_cache: str, devic
     trial(0, one, 1)  # first use of each operation
     base = trial(0, one, 1)
     seconds = base
-    if recipe.method in LEARNED:
+    if recipe.method in TRAINED:
         measurement = max(0.0, trial(0, one, 2) - base) / (2 + one)  # start, end, plain rounding
         per_step = max(0.0, trial(TRIAL_STEPS, one, 1) - base - measurement) / TRIAL_STEPS
         per_proxy = max(0.0, trial(0, one + TRIAL_STEPS, 1) - base) / TRIAL_STEPS
@@ -197,13 +197,14 @@ def _sampling_time(
 
 
 def _samples(recipe: Recipe) -> bool:
-    return recipe.method in LEARNED or recipe.clip_content == "learned"
+    return recipe.method in TRAINED or recipe.clip_content == "learned"
 
 
 def _steps(recipe: Recipe) -> int:
-    if recipe.method not in LEARNED:
+    if recipe.method not in TRAINED:
         return 0
-    return 2 * (recipe.steps + recipe.train.curvature_steps)  # one optimiser a path
+    runs = 2 if recipe.method in LEARNED else 5  # one a path; flatquant: three more behind them
+    return runs * (recipe.steps + recipe.train.curvature_steps)
 
 
 @dataclass(frozen=True)
@@ -257,8 +258,11 @@ def _transform_bytes(layers: AttentionLayers, recipes: list[Recipe]) -> int:
         "smoothquant": rank + pairs,
         "quarot_offline": rank * (rank + 1),
         "quarot_online": rank * (rank + 1),
+        "smoothquant_tuned": rank + pairs,
+        "quarot_angles": rank * (rank + 1) + pairs,
         "quantmla": rank * (rank + 1) + 2 * pairs,
         "quantmla_plus": rank * (rank + 2) + (2 * pairs) ** 2 + 6 * pairs,
+        "flatquant": rank * (rank + 1) + (2 * pairs) ** 2,
     }
     header = 1024
     return len(layers.names) * sum(8 * sizes[recipe.method] + header for recipe in recipes)

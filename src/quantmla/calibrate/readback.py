@@ -35,15 +35,14 @@ def store_content(
     if transform.content_rotation is not None:
         latent_unit = latent_unit @ transform.content_rotation.to(latent_unit)
     stored = latent_unit * _content_factor(transform, gamma).to(latent_unit)
-    return (
-        stored if transform.content_shift is None else stored - transform.content_shift.to(stored)
-    )
+    return _times(_minus(stored, transform.content_shift), transform.content_matrix)
 
 
 def restore_content(
     transform: LayerTransform, gamma: torch.Tensor, stored: torch.Tensor
 ) -> torch.Tensor:
     """Undo `store_content`; a channel whose norm weight is 0 comes back as 0."""
+    stored = _undone(stored, transform.content_matrix)
     if transform.content_shift is not None:
         stored = stored + transform.content_shift.to(stored)
     factor = _content_factor(transform, gamma).to(stored)
@@ -70,14 +69,15 @@ def store_rope(
     """
     if not transform.rope_identity:
         k_rope = apply_pairs(k_rope, transform.rope_angle, transform.rope_scale, pairing_cache)
-    stored = _turn_online(transform, k_rope)
-    return _minus(stored, transform.rope_shift)
+    stored = _minus(_turn_online(transform, k_rope), transform.rope_shift)
+    return _times(stored, transform.rope_matrix)
 
 
 def restore_rope(
     transform: LayerTransform, pairing_cache: Pairing, stored: torch.Tensor
 ) -> torch.Tensor:
     """Undo `store_rope`."""
+    stored = _undone(stored, transform.rope_matrix)
     if transform.rope_shift is not None:
         stored = stored + transform.rope_shift.to(stored)
     stored = _turn_online(transform, stored)  # the Hadamard matrix is its own inverse
@@ -136,3 +136,11 @@ def _turn_online(transform: LayerTransform, key: torch.Tensor) -> torch.Tensor:
     if transform.rope_online is None:
         return key
     return key @ hadamard(key.shape[-1]).to(key)
+
+
+def _times(rows: torch.Tensor, matrix: torch.Tensor | None) -> torch.Tensor:
+    return rows if matrix is None else rows @ matrix.to(rows)
+
+
+def _undone(rows: torch.Tensor, matrix: torch.Tensor | None) -> torch.Tensor:
+    return rows if matrix is None else rows @ torch.linalg.inv(matrix.double()).to(rows)

@@ -13,6 +13,7 @@ import torch
 from quantmla.calibrate.capture import Progress, capture_layers, decoder_of
 from quantmla.calibrate.data import load_windows
 from quantmla.calibrate.layer import LayerWork
+from quantmla.calibrate.methods import TRAINED
 from quantmla.calibrate.pool import calibrate_in_workers, calibration_threads
 from quantmla.calibrate.rundir import RunDir, build_manifest
 from quantmla.checkpoint.block import new_block
@@ -21,7 +22,7 @@ from quantmla.checkpoint.fusedir import fuse_checkpoint
 from quantmla.checkpoint.lock import folder_lock
 from quantmla.checkpoint.plan import AttentionLayers
 from quantmla.checkpoint.reader import CheckpointReader
-from quantmla.config import LEARNED, Recipe
+from quantmla.config import Recipe
 from quantmla.errors import CalibrationError
 from quantmla.loading import load_tokenizer
 from quantmla.text import open_text
@@ -185,7 +186,7 @@ def check_recipes(recipes: list[Recipe]) -> Recipe:
         scheme = recipe.scheme
         protected_tokens = scheme.sink_tokens + scheme.window_tokens
         void = recipe.protect == "policy" and recipe.sequence_tokens <= protected_tokens
-        if recipe.method in LEARNED and void:
+        if recipe.method in TRAINED and void:
             raise CalibrationError(
                 "there is nothing to learn: every pair of a window is read in BF16",
                 where="sequence_tokens, protect",

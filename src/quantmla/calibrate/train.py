@@ -7,12 +7,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from quantmla.calibrate.clip import SEARCH_WINDOWS, common_clip, with_clips
-from quantmla.calibrate.dither import dither_error, weighted_mean
+from quantmla.calibrate.dither import weighted_mean
 from quantmla.calibrate.objective import ratio_of_sums
 from quantmla.calibrate.optimise import Phase, optimise
 from quantmla.calibrate.paths import ContentPath, RopePath
+from quantmla.calibrate.proxies import ContentProxy, RopeProxy
 from quantmla.calibrate.readback import read_content, read_rope
 from quantmla.calibrate.workspace import LayerWorkspace, protection_of, split_windows
 from quantmla.quant import group_count
@@ -34,6 +36,7 @@ ROPE_TENSORS = (
     "rope_feedback",
 )
 ReadBack = Callable[[torch.Tensor], torch.Tensor]
+ErrorOf = Callable[..., float]  # of a ReadBack, on the held-out windows or on those given
 
 
 def train_layer(layer: LayerWorkspace, recipe: Recipe) -> LayerTransform:
@@ -41,13 +44,14 @@ def train_layer(layer: LayerWorkspace, recipe: Recipe) -> LayerTransform:
 
     Args:
         layer: the captured layer; training windows first, then the held-out windows.
-        recipe: bits, steps, clip policy, protection, learning rates.
+        recipe: bits, steps, clip policy, protection, learning rates, extensions.
 
     Returns:
         The layer's transform; `stats` holds each path's held-out error: plain rounding, start and
         learned.
 
-    Source: QuantMLA study, path-wise objectives; curvature phases and learned clip are own.
+    Source: QuantMLA study, path-wise objectives; curvature phases, learned clip and extensions are
+        own.
     """
     plain = with_clips(LayerTransform(), layer, recipe)
     learned = LayerTransform(content_clip=plain.content_clip, rope_clip=plain.rope_clip)
@@ -61,18 +65,22 @@ def train_layer(layer: LayerWorkspace, recipe: Recipe) -> LayerTransform:
     return learned
 
 
+def shared_training(layer: LayerWorkspace, recipe: Recipe) -> LayerTransform:
+    """Return a copy of what `train_layer` gives, learned once a layer for all methods that ask.
+
+    Args: layer, recipe: as for `train_layer`; the method does not count.
+    """
+    key = (train_layer, recipe.model_copy(update={"method": "quantmla"}))
+    learned = layer.once(key, lambda: train_layer(layer, recipe))
+    return replace(learned, stats=dict(learned.stats))
+
+
 def _train_content(
     layer: LayerWorkspace, recipe: Recipe, plain: LayerTransform, learned: LayerTransform
 ) -> None:
-    """Train R_C, S_C and the content clip on the attention-output error.
-
-    A first phase descends on the second-order form of that error, which needs no attention pass a
-    step, sampled or as the dither model has it; the second phase is the exact objective.
-    """
-    scheme, config = recipe.scheme, recipe.train
-    attention = layer.attention(protection_of(recipe))
-    train, heldout = split_windows(recipe)
-    proxy = _ContentProxy(layer, recipe)
+    """Train R_C, S_C, the content clip and shift on the attention-output error."""
+    scheme, config, gamma = recipe.scheme, recipe.train, layer.gamma
+    proxy = ContentProxy(layer, recipe)
     clip = _clip_while_training(recipe, recipe.clip_content, scheme.content_bits)
     shift = weighted_mean(*proxy.train) if recipe.content_shift else None
     with torch.no_grad():
@@ -83,24 +91,66 @@ def _train_content(
             ),
             key=lambda candidate: proxy.heldout_error(candidate.to(layer.device)),
         )
+    rates = {
+        "skew": config.lr_rotation,
+        "log_scale": config.lr_scale,
+        "clip.logit": config.lr_clip,
+        "shift.steps": config.lr_shift,
+    }
+    start, best, error_of = fit_content(layer, recipe, path, rates, proxy)
+
+    def read_of(transform: LayerTransform) -> ReadBack:
+        return lambda latent: read_content(transform, scheme, gamma, latent)
+
+    with torch.no_grad():
+        rounding = error_of(read_of(plain))
+        own = path.transform()
+        if recipe.dither and recipe.clip_content == "learned":
+            groups = group_count(proxy.rank, scheme.group)
+            best = _search_clip(recipe, own, "content_clip", groups, error_of, read_of)
+    learned.stats.update(error_record("content", rounding, start, best))
+    if best < rounding:
+        learned.content_rotation, learned.content_scale = own.content_rotation, own.content_scale
+        learned.content_clip, learned.content_shift = own.content_clip, own.content_shift
+
+
+def fit_content(
+    layer: LayerWorkspace,
+    recipe: Recipe,
+    path: nn.Module,
+    rates: dict[str, float],
+    proxy: ContentProxy,
+) -> tuple[float, float, ErrorOf]:
+    """Train a round trip of the unit latent; curvature first, then the exact objective.
+
+    The first phase descends on the second-order form of the error, which needs no attention pass a
+    step, sampled or as the dither model has it.
+
+    Args:
+        layer: the captured layer.
+        recipe: steps, windows, protection.
+        path: module from latent to latent, left in its best held-out state.
+        rates: peak learning rate of each parameter.
+        proxy: of the first phase.
+
+    Returns:
+        Held-out error at the start, the smallest one, and the function that measures it.
+    """
+    config, attention = recipe.train, layer.attention(protection_of(recipe))
+    train, heldout = split_windows(recipe)
 
     def exact_loss(step: int) -> torch.Tensor:
         window = train[step % len(train)]
         error, norm = attention.error(window, path(attention.sequence(window)[0]))
         return error / norm
 
-    def error_of(read: ReadBack) -> float:
-        return ratio_of_sums(attention.error(w, read(attention.sequence(w)[0])) for w in heldout)
+    def error_of(read: ReadBack, windows: list[int] = heldout) -> float:
+        return ratio_of_sums(attention.error(w, read(attention.sequence(w)[0])) for w in windows)
 
     first_loss = proxy.dither_loss if recipe.dither else proxy.loss
     start, best = optimise(
         path,
-        {
-            "skew": config.lr_rotation,
-            "log_scale": config.lr_scale,
-            "clip.logit": config.lr_clip,
-            "shift.steps": config.lr_shift,
-        },
+        rates,
         [
             Phase(config.curvature_steps, lambda step: first_loss(path)),
             Phase(recipe.steps, exact_loss),
@@ -109,27 +159,7 @@ def _train_content(
         config.warmup_steps,
         recipe.eval_every,
     )
-    with torch.no_grad():
-        rounding = error_of(lambda latent: read_content(plain, scheme, layer.gamma, latent))
-        own = path.transform()
-        if recipe.dither and recipe.clip_content == "learned":
-
-            def error_with(clip: torch.Tensor) -> float:
-                trial = replace(own, content_clip=clip)
-                return ratio_of_sums(
-                    attention.error(
-                        w, read_content(trial, scheme, layer.gamma, attention.sequence(w)[0])
-                    )
-                    for w in train[:SEARCH_WINDOWS]
-                )
-
-            groups = group_count(proxy.rank, scheme.group)
-            own.content_clip = common_clip(error_with, groups)
-            best = error_of(lambda latent: read_content(own, scheme, layer.gamma, latent))
-    learned.stats.update(_record("content", rounding, start, best))
-    if best < rounding:
-        learned.content_rotation, learned.content_scale = own.content_rotation, own.content_scale
-        learned.content_clip, learned.content_shift = own.content_clip, own.content_shift
+    return start, best, error_of
 
 
 def _rope_part(recipe: Recipe) -> Recipe:
@@ -140,22 +170,15 @@ def _rope_part(recipe: Recipe) -> Recipe:
 
 
 def _train_rope(layer: LayerWorkspace, recipe: Recipe, plain: LayerTransform) -> LayerTransform:
-    """Train R_P, S_P and the RoPE clip on position scores, then on their effect on the output.
-
-    The held-out error that picks the state is the output error when the second phase runs, else the
-    position-score error.
-    """
-    scheme, config = recipe.scheme, recipe.train
-    protection = protection_of(recipe)
-    scores, attention = layer.scores(protection), layer.attention(protection)
-    train, heldout = split_windows(recipe)
-    pairing = layer.pairing_cache
+    """Train R_P, S_P, the RoPE clip and shift; rounding may feed its errors back."""
+    scheme, config, pairing = recipe.scheme, recipe.train, layer.pairing_cache
+    scores, train = layer.scores(protection_of(recipe)), split_windows(recipe)[0]
     start_scale = scores.balanced_scale(train, *pair_indices(scores.rope_dim, pairing))
     clip = _clip_while_training(recipe, recipe.clip_rope, scheme.rope_bits)
     path = RopePath(start_scale, scheme, pairing, clip).to(layer.device)
     proxy = None
     if recipe.dither or recipe.rope_shift or recipe.rope_feedback:
-        proxy = _RopeProxy(layer, recipe)
+        proxy = RopeProxy(layer, recipe)
     if recipe.rope_shift:
         with torch.no_grad():
             path = min(
@@ -165,6 +188,58 @@ def _train_rope(layer: LayerWorkspace, recipe: Recipe, plain: LayerTransform) ->
                 ),
                 key=proxy.dither_loss,
             )
+    rates = {
+        "angle": config.lr_angle,
+        "log_scale": config.lr_rope_scale,
+        "clip.logit": config.lr_clip,
+        "shift.steps": config.lr_shift,
+    }
+
+    def read_of(transform: LayerTransform) -> ReadBack:
+        return lambda key: read_rope(transform, scheme, pairing, key)
+
+    def as_stored() -> LayerTransform:
+        return path.transform(proxy.gram if recipe.rope_feedback else None)
+
+    # rounding with feedback has no gradient: training goes without, held-out errors are with it
+    read_now = (lambda: read_of(as_stored())) if recipe.rope_feedback else None
+    start, best, error_of = fit_rope(layer, recipe, path, rates, proxy, read_now)
+    with torch.no_grad():
+        rounding = error_of(read_of(plain))
+        own = as_stored()
+        if recipe.dither and recipe.clip_rope == "learned":
+            groups = group_count(scores.rope_dim, scheme.group)
+            best = _search_clip(recipe, own, "rope_clip", groups, error_of, read_of)
+    own.stats = error_record("rope", rounding, start, best)
+    if not best < rounding:  # NaN counts as not better
+        return LayerTransform(rope_clip=plain.rope_clip, stats=own.stats)
+    return own
+
+
+def fit_rope(
+    layer: LayerWorkspace,
+    recipe: Recipe,
+    path: nn.Module,
+    rates: dict[str, float],
+    proxy: RopeProxy | None = None,
+    read_now: Callable[[], ReadBack] | None = None,
+) -> tuple[float, float, ErrorOf]:
+    """Train a round trip of the RoPE key; position scores first, then their effect on the output.
+
+    The held-out error that picks the state is the output error when the second phase runs, else the
+    position-score error.
+
+    Args:
+        layer, recipe, path, rates: as for `fit_content`.
+        proxy: of the second phase, for the dither model.
+        read_now: gives the round trip that held-out windows measure; the path itself if None.
+
+    Returns:
+        As `fit_content`.
+    """
+    config, protection = recipe.train, protection_of(recipe)
+    scores, attention = layer.scores(protection), layer.attention(protection)
+    train, heldout = split_windows(recipe)
     on_output = config.curvature_steps > 0
     objective = attention.rope_error if on_output else scores.error
 
@@ -174,6 +249,8 @@ def _train_rope(layer: LayerWorkspace, recipe: Recipe, plain: LayerTransform) ->
         return error / norm
 
     def output_loss(step: int) -> torch.Tensor:
+        if recipe.dither:
+            return proxy.dither_loss(path)
         window = train[step % min(len(train), config.curvature_windows)]
         key = scores.key(window)
         sensitivity = layer.sensitivity(recipe)
@@ -183,45 +260,15 @@ def _train_rope(layer: LayerWorkspace, recipe: Recipe, plain: LayerTransform) ->
     def error_of(read: ReadBack, windows: list[int] = heldout) -> float:
         return ratio_of_sums(objective(w, read(scores.key(w))) for w in windows)
 
-    def as_stored() -> LayerTransform:
-        return path.transform(proxy.gram if recipe.rope_feedback else None)
-
-    def error_now() -> float:
-        if not recipe.rope_feedback:
-            return error_of(path)
-        own = as_stored()
-        return error_of(lambda key: read_rope(own, scheme, pairing, key))
-
-    second_loss = (lambda step: proxy.dither_loss(path)) if recipe.dither else output_loss
     start, best = optimise(
         path,
-        {
-            "angle": config.lr_angle,
-            "log_scale": config.lr_rope_scale,
-            "clip.logit": config.lr_clip,
-            "shift.steps": config.lr_shift,
-        },
-        [Phase(recipe.steps, score_loss), Phase(config.curvature_steps, second_loss)],
-        error_now,
+        rates,
+        [Phase(recipe.steps, score_loss), Phase(config.curvature_steps, output_loss)],
+        lambda: error_of(path if read_now is None else read_now()),
         config.warmup_steps,
         recipe.eval_every,
     )
-    with torch.no_grad():
-        rounding = error_of(lambda key: read_rope(plain, scheme, pairing, key))
-        own = as_stored()
-        if recipe.dither and recipe.clip_rope == "learned":
-
-            def error_with(clip: torch.Tensor) -> float:
-                trial = replace(own, rope_clip=clip)
-                read = lambda key: read_rope(trial, scheme, pairing, key)  # noqa: E731
-                return error_of(read, train[:SEARCH_WINDOWS])
-
-            own.rope_clip = common_clip(error_with, group_count(scores.rope_dim, scheme.group))
-            best = error_of(lambda key: read_rope(own, scheme, pairing, key))
-    own.stats = _record("rope", rounding, start, best)
-    if not best < rounding:  # NaN counts as not better
-        return LayerTransform(rope_clip=plain.rope_clip, stats=own.stats)
-    return own
+    return start, best, error_of
 
 
 def _clip_while_training(recipe: Recipe, clip: float | str | None, bits: int) -> float | str | None:
@@ -231,91 +278,26 @@ def _clip_while_training(recipe: Recipe, clip: float | str | None, bits: int) ->
     return DITHER_TWO_BIT_CLIP if bits <= 2 else None
 
 
-class _ContentProxy:
-    """Second-order stand-in for the content objective: token-weighted error in the mean block.
-
-    Args:
-        layer: the captured layer.
-        recipe: which windows, and tokens a batch.
-    """
-
-    def __init__(self, layer: LayerWorkspace, recipe: Recipe) -> None:
-        attention = layer.attention(protection_of(recipe))
-        self.sensitivity = layer.sensitivity(recipe)
-        self.rank = self.sensitivity.content.shape[0]
-        self.batch_tokens = recipe.train.curvature_batch_tokens
-        self.generator = torch.Generator().manual_seed(layer.seed)
-        parts = []
-        for windows in split_windows(recipe):
-            known = [w for w in windows if w in self.sensitivity.content_weight]
-            latent = torch.cat([attention.sequence(w)[0] for w in known])
-            parts.append((latent, torch.cat([self.sensitivity.content_weight[w] for w in known])))
-        self.train, self.heldout = parts
-
-    def loss(self, path: ContentPath) -> torch.Tensor:
-        """Return the proxy on a random batch of training tokens."""
-        return self._error(path, *self._batch())
-
-    def dither_loss(self, path: ContentPath) -> torch.Tensor:
-        """Return the expected error of rounding a random batch of training tokens."""
-        latent, weight = self._batch()
-        stored, gram = path.stored(latent), path.gram(self.sensitivity.content.double())
-        scheme = path.scheme
-        return dither_error(stored, weight, gram, group=scheme.group, zero=scheme.zero)
-
-    def heldout_error(self, path: ContentPath) -> float:
-        """Return the proxy on all held-out tokens."""
-        return float(self._error(path, *self.heldout))
-
-    def _batch(self) -> tuple[torch.Tensor, torch.Tensor]:
-        latent, weight = self.train
-        size = (min(self.batch_tokens, latent.shape[0]),)
-        picked = torch.randint(latent.shape[0], size, generator=self.generator).to(latent.device)
-        return latent[picked], weight[picked]
-
-    def _error(self, path: ContentPath, latent: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        energy = self.sensitivity.content_energy
-        return energy(path(latent) - latent, weight) / energy(latent, weight)
+def _search_clip(
+    recipe: Recipe,
+    own: LayerTransform,
+    name: str,
+    groups: int,
+    error_of: ErrorOf,
+    read_of: Callable[[LayerTransform], ReadBack],
+) -> float:
+    """Set one clip ratio for all groups by the error on training windows; return the held-out."""
+    windows = split_windows(recipe)[0][:SEARCH_WINDOWS]
+    setattr(
+        own,
+        name,
+        common_clip(lambda clip: error_of(read_of(replace(own, **{name: clip})), windows), groups),
+    )
+    return error_of(read_of(own))
 
 
-class _RopeProxy:
-    """What the dither model and the feedback of the RoPE path need, from the sampled sensitivity.
-
-    Args:
-        layer: the captured layer.
-        recipe: which windows; whether rounding has feedback.
-    """
-
-    def __init__(self, layer: LayerWorkspace, recipe: Recipe) -> None:
-        pulls = layer.sensitivity(recipe).rope_pull
-        scores = layer.scores(protection_of(recipe))
-        rows = torch.cat([pull.flatten(0, 1) for pull in pulls.values()]).double()
-        self.gram = rows.T @ rows / len(rows)
-        self.key = torch.cat([scores.key(window) for window in pulls])
-        self.weight = torch.cat([pull.square().sum(-1).mean(0) for pull in pulls.values()])
-        self.unit = float(self.key.std(0).mean())
-        self.feedback = recipe.rope_feedback
-
-    def shifts(self) -> list[torch.Tensor]:
-        """Return constants [P] to start from: none, mean key, the mean that counts, and between."""
-        mean, counting = self.key.mean(0), weighted_mean(self.key, self.weight)
-        shares = ((0, 0), (0.5, 0), (1, 0), (0, 0.5), (0, 1), (0.5, 0.5))
-        return [a * mean + b * counting for a, b in shares]
-
-    def dither_loss(self, path: RopePath) -> torch.Tensor:
-        """Return the expected error of rounding all sampled tokens."""
-        scheme = path.scheme
-        return dither_error(
-            path.stored(self.key),
-            self.weight,
-            path.gram(self.gram),
-            group=scheme.group,
-            zero=scheme.zero,
-            feedback=self.feedback,
-        )
-
-
-def _record(name: str, rounding: float, start: float, best: float) -> dict[str, float]:
+def error_record(name: str, rounding: float, start: float, best: float) -> dict[str, float]:
+    """Return what a layer's statistics say about one path."""
     return {
         f"{name}_error_plain": rounding,
         f"{name}_error_start": start,

@@ -173,6 +173,7 @@ def _check_transforms(
     for layer, transform in enumerate(transforms):
         try:
             transform.check(dims, block.content.group)
+            transform.check_foldable()
         except CalibrationError as error:
             raise CalibrationError(
                 error.what,

@@ -9,7 +9,7 @@ import traceback
 
 import typer
 
-from quantmla.cli import analysis, bench, calibration, checkpoints, evaluation, showcase
+from quantmla.cli import ablation, analysis, bench, calibration, checkpoints, evaluation, showcase
 from quantmla.cli.common import state
 from quantmla.cli.explain import explain
 from quantmla.errors import QuantMLAError
@@ -31,6 +31,7 @@ app.command("calibrate")(calibration.calibrate)
 app.command("verify")(checkpoints.verify)
 app.command("analyze")(analysis.analyze)
 app.command("eval")(evaluation.evaluate)
+app.command("ablate")(ablation.ablate)
 app.command("report")(evaluation.report)
 app.command("demo")(showcase.demo)
 app.command("env")(showcase.env)

@@ -34,7 +34,9 @@ def calibrate(
     method: Annotated[
         str | None,
         typer.Option(
-            "--method", help="quantmla, rtn, smoothquant, quarot_offline or quarot_online."
+            "--method",
+            help="quantmla, rtn, smoothquant, smoothquant_tuned, quarot_offline, quarot_online or "
+            "quarot_angles.",
         ),
     ] = None,
     recipe: Annotated[Path | None, typer.Option("--recipe", help="Recipe file (YAML).")] = None,
@@ -61,6 +63,7 @@ def calibrate(
     """
     from quantmla.calibrate.data import load_windows
     from quantmla.calibrate.estimate import estimate_run
+    from quantmla.calibrate.methods import refuse_unfoldable
     from quantmla.calibrate.run import run_calibration
     from quantmla.checkpoint.fusedir import refuse_out
     from quantmla.cli.progress import progress
@@ -71,6 +74,7 @@ def calibrate(
     check_device(device)
     workers = workers or 1
     built = build_recipe(recipe, settings or [], scheme=scheme, method=method, seed=seed)
+    refuse_unfoldable(built)
     run_dir = run_dir or out.with_name(f"{out.name}.run")
     if dry_run:
         load_windows(open_text(text), load_tokenizer(model), built)  # is the text long enough

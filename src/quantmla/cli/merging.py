@@ -17,13 +17,14 @@ def merge_results(paths: list[Path], *, strict: bool = False) -> dict:
     Args:
         paths: results.json files, or folders that hold one, and files of `quantmla analyze`.
         strict: refuse such rows instead.
-    Returns: {"rows", "tasks", "layers", "notes", "sensitivity": list, "manifest": by path}.
+    Returns: {"rows", "tasks", "layers", "notes", "sensitivity" and "ablation": lists, "manifest":
+        by path}.
     Raises: EvaluationError for a file of another form, or in strict mode; CheckpointError if a file
         cannot be read.
     Source: field report FR-091.
     """
     parts: dict = {"rows": [], "tasks": [], "layers": [], "notes": []}
-    merged: dict = {**parts, "sensitivity": [], "manifest": {}}
+    merged: dict = {**parts, "sensitivity": [], "ablation": [], "manifest": {}}
     for path in paths:
         file = path / RESULTS_NAME if path.is_dir() else path
         results = read_json(file)
@@ -41,6 +42,7 @@ def merge_results(paths: list[Path], *, strict: bool = False) -> dict:
             )
         for part in parts:
             merged[part] += results.get(part) or []
+        merged["ablation"] += [results["ablation"]] if results.get("ablation") else []
         merged["manifest"][str(path)] = results.get("manifest")
     merged["rows"] = mark_comparable(merged["rows"], strict=strict)
     merged["tasks"] = mark_comparable(merged["tasks"], strict=strict)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -17,7 +18,7 @@ import torch.nn.functional as F
 
 from quantmla.errors import EvaluationError
 from quantmla.evaluate.model import Settings, Subject, loaded, new_cache
-from quantmla.evaluate.reference import ReferenceFile
+from quantmla.evaluate.reference import Reference, ReferenceFile
 from quantmla.evaluate.row import NOT_FINITE_NEXT, describe, expected_pairs, validity
 from quantmla.text import Windows
 
@@ -61,8 +62,8 @@ def score(
     windows: Windows,
     settings: Settings,
     *,
-    write_to: ReferenceFile | None = None,
-    compare_with: ReferenceFile | None = None,
+    write_to: Reference | None = None,
+    compare_with: Reference | None = None,
 ) -> dict:
     """Score one model on all windows.
 
@@ -75,34 +76,19 @@ def score(
     Raises: EvaluationError if the logits are not finite or the window exceeds the model's context.
     Source: own.
     """
-    _check_context(model, windows)
+    check_context(model, windows)
     started = time.perf_counter()
-    nll = kl = 0.0
-    flips = packed_rows = 0
+    parts, packed_rows = [], 0
     for first in range(0, len(windows.ids), settings.batch):
         ids = windows.ids[first : first + settings.batch]
         cache = new_cache(subject, settings)
-        for start, logprobs in _chunks(model, ids, cache, settings):
-            extremes = torch.stack(torch.aminmax(logprobs))  # a NaN is both of them; 20x isfinite
-            if not bool(extremes.isfinite().all()):
-                raise EvaluationError(
-                    "the logits are not finite",
-                    where=f"{subject.method}, window {first}, from token {start}",
-                    expected="finite numbers",
-                    got="NaN or Inf",
-                    next_step=NOT_FINITE_NEXT,
-                )
-            if write_to is not None:
-                write_to.write(first, start, logprobs)
-            targets = ids[:, 1:][:, start : start + logprobs.shape[1]]
-            predicted = logprobs[:, : targets.shape[1]]  # the last position has no target
-            nll -= predicted.gather(2, targets[..., None]).double().sum().item()
-            if compare_with is not None:
-                expected = compare_with.read(first, start, predicted.shape[:2])
-                kl += F.kl_div(predicted, expected, reduction="sum", log_target=True).item()
-                flips += int((predicted.argmax(-1) != expected.argmax(-1)).sum())
+        files = {"write_to": write_to, "compare_with": compare_with}
+        parts.append(score_tokens(model, ids, cache, settings, subject.method, first, **files))
         if cache is not None:
             packed_rows += cache.packed_rows_read
+    nll = sum(part.nll.double().sum().item() for part in parts)
+    kl = sum(part.kl.double().sum().item() for part in parts)
+    flips = sum(int(part.flips.sum()) for part in parts)
     scored = windows.tokens - len(windows.ids)
     row = {
         "method": subject.method,
@@ -121,7 +107,13 @@ def score(
     return row | validity(row)
 
 
-def _check_context(model: torch.nn.Module, windows: Windows) -> None:
+def check_context(model: torch.nn.Module, windows: Windows) -> None:
+    """Refuse windows that are longer than what a model was made for.
+
+    Args: model; windows.
+    Raises: EvaluationError.
+    Source: own.
+    """
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if limit is not None and windows.window_tokens > limit:
         raise EvaluationError(
@@ -131,6 +123,71 @@ def _check_context(model: torch.nn.Module, windows: Windows) -> None:
             got=f"{windows.window_tokens} tokens",
             next_step="use a smaller --window",
         )
+
+
+@dataclass(frozen=True)
+class TokenScores:
+    """Scores of every predicted token of some windows, on the CPU.
+
+    Fields:
+        nll [B, S-1, float32]: negative log-likelihood, nats.
+        kl [B, S-1, float32]: KL(reference, model), nats; 0 without a reference.
+        flips [B, S-1, bool]: the most likely token is another one than the reference's.
+    """
+
+    nll: torch.Tensor
+    kl: torch.Tensor
+    flips: torch.Tensor
+
+
+def score_tokens(
+    model: torch.nn.Module,
+    ids: torch.Tensor,
+    cache,
+    settings: Settings,
+    label: str,
+    first: int = 0,
+    *,
+    write_to: Reference | None = None,
+    compare_with: Reference | None = None,
+) -> TokenScores:
+    """Score windows in one batch.
+
+    Args:
+        model: on settings.device.
+        ids [B, S, int64]: windows.
+        cache: empty QuantMLACache, or None for stock attention.
+        settings: chunk length and device.
+        label, first: method and number of the first window, for messages and the reference.
+        write_to: keeps the log-probabilities.
+        compare_with: log-probabilities of the reference.
+    Returns: TokenScores.
+    Raises: EvaluationError if the logits are not finite.
+    Source: algorithms.md 10.3.
+    """
+    parts = []
+    for start, logprobs in _chunks(model, ids, cache, settings):
+        extremes = torch.stack(torch.aminmax(logprobs))  # a NaN is both of them; 20x isfinite
+        if not bool(extremes.isfinite().all()):
+            raise EvaluationError(
+                "the logits are not finite",
+                where=f"{label}, window {first}, from token {start}",
+                expected="finite numbers",
+                got="NaN or Inf",
+                next_step=NOT_FINITE_NEXT,
+            )
+        if write_to is not None:
+            write_to.write(first, start, logprobs)
+        targets = ids[:, 1:][:, start : start + logprobs.shape[1]].to(logprobs.device)
+        predicted = logprobs[:, : targets.shape[1]]  # the last position has no target
+        nll = -predicted.gather(2, targets[..., None])[..., 0]
+        kl, flips = torch.zeros_like(nll), torch.zeros_like(nll, dtype=torch.bool)
+        if compare_with is not None:
+            expected = compare_with.read(first, start, predicted.shape[:2]).to(predicted.device)
+            kl = F.kl_div(predicted, expected, reduction="none", log_target=True).sum(-1)
+            flips = predicted.argmax(-1) != expected.argmax(-1)
+        parts.append([part.cpu() for part in (nll, kl, flips)])
+    return TokenScores(*(torch.cat(part, 1) for part in zip(*parts, strict=True)))
 
 
 @torch.inference_mode()
@@ -148,7 +205,7 @@ def _chunks(
         elif logits is None:  # without a cache in one call; only the rest is cut
             logits = model(input_ids=ids.to(settings.device), **kwargs).logits
         part = logits if cache is not None else logits[:, start : start + step]
-        yield start, F.log_softmax(part.float(), dim=-1).cpu()
+        yield start, F.log_softmax(part.float(), dim=-1)
 
 
 def _describe_windows(windows: Windows) -> dict:

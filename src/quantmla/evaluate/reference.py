@@ -1,10 +1,11 @@
-"""Log-probabilities of the reference model on disk, compared at the memory of one chunk."""
+"""Log-probabilities of the reference model: on disk at the memory of one chunk, or on a device."""
 
 from __future__ import annotations
 
 import shutil
 import tempfile
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -12,6 +13,44 @@ import torch
 from quantmla.errors import EvaluationError
 
 FREE_DISK_MARGIN_BYTES = 256 * 2**20
+
+
+class Reference(Protocol):
+    """Log-probabilities of the reference model, written once and read by every other model."""
+
+    def write(self, first: int, start: int, logprobs: torch.Tensor) -> None:
+        """Store one chunk of neighbouring windows."""
+
+    def read(self, first: int, start: int, shape: tuple[int, int]) -> torch.Tensor:
+        """Return one chunk."""
+
+
+class ReferenceTensor:
+    """The same array in the memory of a device, where there is room for it.
+
+    Args:
+        shape: (n, window, vocab).
+        device: where to keep it.
+    Source: own.
+    """
+
+    def __init__(self, shape: tuple[int, int, int], device: torch.device | str) -> None:
+        self.values = torch.empty(shape, dtype=torch.float32, device=device)
+
+    def __enter__(self) -> ReferenceTensor:
+        return self
+
+    def __exit__(self, *_) -> None:
+        del self.values
+
+    def write(self, first: int, start: int, logprobs: torch.Tensor) -> None:
+        """Store one chunk of neighbouring windows, as ReferenceFile.write."""
+        windows, tokens = logprobs.shape[:2]
+        self.values[first : first + windows, start : start + tokens] = logprobs
+
+    def read(self, first: int, start: int, shape: tuple[int, int]) -> torch.Tensor:
+        """Return one chunk, as ReferenceFile.read."""
+        return self.values[first : first + shape[0], start : start + shape[1]]
 
 
 class ReferenceFile:
@@ -52,7 +91,7 @@ class ReferenceFile:
         Source: own.
         """
         try:
-            for row, chunk in enumerate(logprobs.contiguous(), start=first):
+            for row, chunk in enumerate(logprobs.cpu().contiguous(), start=first):
                 # a plain write reports a full disk as an error; a store through the mapping would
                 # be a bus error
                 self._file.seek(self._offset(row, start))

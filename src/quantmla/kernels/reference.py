@@ -13,6 +13,7 @@ from quantmla.cache.latent import VisibleRows
 from quantmla.cache.policy import packed_pairs
 
 TILE_SCORES = 1 << 20  # scores held at once, 4 MiB in fp32: fits a core's share of the cache
+GPU_TILE_SCORES = 1 << 25  # there, few large operations cost less than many small ones
 MIN_TILE_TOKENS, MAX_TILE_TOKENS = 16, 256
 
 
@@ -23,7 +24,7 @@ def attend(
     *,
     scale: float,
     need_lse: bool = True,
-    tile_scores: int = TILE_SCORES,
+    tile_scores: int | None = None,
 ) -> tuple[Tensor, Tensor | None, int]:
     """Attend from the new tokens of one call to everything that they may read.
 
@@ -33,13 +34,16 @@ def attend(
         rows: VisibleRows of the same call.
         scale: softmax scale.
         need_lse: False saves the time of the log-sum-exp.
-        tile_scores: about how many scores are held at once; no effect beyond rounding.
+        tile_scores: about how many scores are held at once; no effect beyond rounding. None for
+            what suits the device.
     Returns:
         out_latent [B, H, S, R, fp32] (fp64 if the queries are), lse [B, H, S] in base e or None,
         and the number of (query, packed key) pairs over all sequences. Padding gives 0 and -inf.
     Source: algorithms.md sections 6.2 and 6.3.
     """
     compute = torch.promote_types(q_latent.dtype, torch.float32)
+    if tile_scores is None:
+        tile_scores = TILE_SCORES if q_latent.device.type == "cpu" else GPU_TILE_SCORES
     queries = [part.to(compute) for part in (q_latent, q_rope)]
     if rows.order is not None:
         queries = [_gather(part, rows.order) for part in queries]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from quantmla.errors import QuantMLAError
 from quantmla.files import atomic_write, storage_errors
+from quantmla.report.ablation import show_ablation
 from quantmla.report.plots import bars, lines, method_name
 from quantmla.report.sensitivity import sensitivity_section
 
@@ -21,8 +22,8 @@ def write_report(results: dict, path: str | Path, *, title: str = "quantmla repo
     Args:
         results: {"rows": fidelity rows, "tasks": task rows, "layers": per-layer errors of each
             method and
-            scheme, "sensitivity": those of `quantmla analyze`, "manifest": dict}; all but "rows"
-            may be missing.
+            scheme, "sensitivity": those of `quantmla analyze`, "ablation": table of `quantmla
+            ablate` or a list of them, "manifest": dict}; all but "rows" may be missing.
         path: file to write.
         title: of the page.
     Returns: the path.
@@ -49,12 +50,18 @@ def write_report(results: dict, path: str | Path, *, title: str = "quantmla repo
         bytes_plot=_bytes_plot(rows),
         tasks=[_display_task(row) for row in results.get("tasks") or []],
         analyses=[sensitivity_section(one) for one in results.get("sensitivity") or []],
+        ablations=[show_ablation(part) for part in _ablations(results)],
         notes=results.get("notes") or [],
         manifest=json.dumps(results.get("manifest") or {}, indent=2, ensure_ascii=False),
     )
     with storage_errors(path):
         atomic_write(path, page)
     return Path(path)
+
+
+def _ablations(results: dict) -> list[dict]:
+    found = results.get("ablation") or []
+    return [found] if isinstance(found, dict) else found
 
 
 def require_packages() -> None:

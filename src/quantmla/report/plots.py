@@ -11,6 +11,10 @@ COLORS = {
     "smoothquant": "#edae49",
     "quarot_offline": "#8d96a3",
     "quarot_online": "#3c91e6",
+    "smoothquant_tuned": "#c9831a",
+    "quarot_angles": "#5c6f91",
+    "flatquant": "#6a4c93",
+    "mixed": "#b56576",
     "quantmla": "#2a9d8f",
     "quantmla_plus": "#1b4965",
     "bf16": "#9b72cf",
@@ -37,6 +41,10 @@ NAMES = {
     "smoothquant": "SmoothQuant",
     "quarot_offline": "QuaRot offline",
     "quarot_online": "QuaRot online",
+    "smoothquant_tuned": "SmoothQuant tuned",
+    "quarot_angles": "QuaRot, random angles",
+    "flatquant": "FlatQuant ceiling",
+    "mixed": "two methods",
     "quantmla": "QuantMLA",
     "quantmla_plus": "QuantMLA+",
     "rope": "RoPE",
@@ -146,6 +154,38 @@ def stacks(
         )
     axes.axhline(0, color=INK, lw=0.8)
     axes.set_xlabel("cache layer", color=INK)
+    return _svg(figure, axes)
+
+
+def frontier(title: str, x_name: str, y_name: str, points: dict[str, list[tuple]]) -> str:
+    """Draw points of several methods, and the line through those that no other point beats.
+
+    Args:
+        title, x_name, y_name: of the plot; smaller is better on both axes, y is logarithmic.
+        points: method to (x, y, label) of each point.
+    Returns: an <svg> element.
+    Source: own.
+    """
+    figure, axes = _figure(title, y_name, width=8.0)
+    every = sorted(point for part in points.values() for point in part)
+    best = [p for i, p in enumerate(every) if all(p[1] < q[1] for q in every[:i])]
+    for method, part in points.items():
+        x, y, _ = zip(*part, strict=True)
+        axes.scatter(x, y, s=18, label=method_name(method), color=_color(method), zorder=3)
+    if best:
+        x, y, labels = zip(*best, strict=True)
+        axes.plot(x, y, lw=1, color=INK, alpha=0.5, zorder=2)
+        for place in zip(x, y, labels, strict=True):
+            axes.annotate(
+                place[2],
+                place[:2],
+                fontsize=6,
+                color=INK,
+                xytext=(3, -8),
+                textcoords="offset points",
+            )
+    axes.set_yscale("log")
+    axes.set_xlabel(x_name, color=INK)
     return _svg(figure, axes)
 
 

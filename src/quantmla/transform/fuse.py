@@ -54,8 +54,12 @@ def fuse_layer(
     Returns:
         Changed tensors only, under the same keys. All arithmetic is float64.
 
+    Raises:
+        CalibrationError: the transform has a matrix that weights cannot hold.
+
     Source: QuantMLA study, content and RoPE transforms.
     """
+    transform.check_foldable()
     changed: Weights = {}
     if not transform.content_identity:
         _fuse_content(weights, dims.kv_lora_rank, transform, changed, cast)

@@ -25,6 +25,9 @@ CLIP_TENSORS = ("content_clip", "rope_clip")
 SHIFT_TENSORS = ("content_shift", "rope_shift")
 FEEDBACK_TENSORS = ("rope_order", "rope_feedback")
 WRITER_TENSORS = CLIP_TENSORS + SHIFT_TENSORS + FEEDBACK_TENSORS
+ONLINE_TENSORS = ("content_matrix", "rope_matrix")
+TENSORS = (*TRANSFORM_TENSORS, *WRITER_TENSORS, *ONLINE_TENSORS)
+CONDITION_MAX = 1e8  # of a matrix that has to be undone
 
 
 @dataclass
@@ -43,6 +46,9 @@ class LayerTransform:
         rope_order [P, int64], rope_feedback [P, P, float32]: order and matrix of the Feedback that
             rounds the transformed key; both or neither.
         rope_online: "hadamard" when post-RoPE keys and queries are multiplied by H_P, else None.
+        content_matrix [R, R, float64]: invertible, applied to the latent behind all of the above
+            when it is cached and undone when it is read; no weight can hold it.
+        rope_matrix [P, P, float64]: the same for the RoPE key.
         stats: plain JSON numbers about how the layer was learned.
     """
 
@@ -57,6 +63,8 @@ class LayerTransform:
     rope_order: torch.Tensor | None = None
     rope_feedback: torch.Tensor | None = None
     rope_online: str | None = None
+    content_matrix: torch.Tensor | None = None
+    rope_matrix: torch.Tensor | None = None
     stats: dict = field(default_factory=dict)
 
     @property
@@ -96,6 +104,8 @@ class LayerTransform:
             "rope_clip": (group_count(2 * pairs, group),),
             "content_shift": (rank,),
             "rope_shift": (2 * pairs,),
+            "content_matrix": (rank, rank),
+            "rope_matrix": (2 * pairs, 2 * pairs),
         }
         for name, shape in shapes.items():
             tensor = getattr(self, name)
@@ -125,6 +135,16 @@ class LayerTransform:
                 )
         if self.content_rotation is not None:
             check_orthogonal(self.content_rotation)
+        for name in ONLINE_TENSORS:
+            matrix = getattr(self, name)
+            condition = 1.0 if matrix is None else float(torch.linalg.cond(matrix.double()))
+            if not condition <= CONDITION_MAX:
+                raise CalibrationError(
+                    "a matrix of the cache cannot be undone",
+                    where=name,
+                    expected=f"a condition number of at most {CONDITION_MAX:g}",
+                    got=f"{condition:.3g}",
+                )
         if self.rope_order is None and self.rope_feedback is None:
             return
         feedback = (self.rope_order, self.rope_feedback)
@@ -138,11 +158,28 @@ class LayerTransform:
                 next_step="calibrate this checkpoint itself",
             )
 
+    def check_foldable(self) -> None:
+        """Check that weights and the cache's own Hadamard matrix can hold all of it.
+
+        Raises:
+            CalibrationError: there is a dense matrix that only a simulated cache applies.
+        """
+        for name in ONLINE_TENSORS:
+            if getattr(self, name) is not None:
+                raise CalibrationError(
+                    "this transform cannot be folded into the weights",
+                    where=name,
+                    expected="rotation and scales of the content, rotation and scale of RoPE pairs",
+                    got="a dense matrix, as method flatquant learns: behind the norm only a "
+                    "diagonal, and before RoPE only pair rotations leave the model unchanged",
+                    next_step="measure it with `quantmla ablate`, which applies it in the cache",
+                )
+
     def to_bytes(self) -> bytes:
         """Return the safetensors file as bytes; equal transforms give equal bytes."""
         from safetensors.torch import save
 
-        tensors = {name: getattr(self, name) for name in TRANSFORM_TENSORS + WRITER_TENSORS}
+        tensors = {name: getattr(self, name) for name in TENSORS}
         stored = {
             name: tensor.detach().cpu().to(_storage_dtype(name)).contiguous()
             for name, tensor in tensors.items()
