@@ -3,19 +3,8 @@
 import pytest
 import torch
 
-from quantmla.analyze.directions import Direction, random_signs, rounding_error, seeded
+from quantmla.analyze.directions import Direction, random_signs, seeded
 from quantmla.errors import CalibrationError
-from quantmla.quant.affine import dequantize, quantize
-
-
-@pytest.mark.parametrize("bits", [2, 4])
-def test_the_error_is_that_of_the_cache(bits):
-    rows = torch.randn(9, 80)
-    clip = torch.tensor([0.7, 0.9])
-    packed = quantize(rows, bits, group=64, zero="zp8", clip=clip)
-    expected = dequantize(packed, group=64, zero="zp8", dtype=torch.float32) - rows
-    assert torch.equal(rounding_error(rows, bits, 64, "zp8", clip), expected)
-    assert not torch.equal(rounding_error(rows, bits, 64, "zp8", None), expected)
 
 
 def test_one_factor_for_all_windows_reaches_the_nmse():

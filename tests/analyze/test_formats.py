@@ -8,6 +8,7 @@ from quantmla.analyze.formats import layer_formats
 from quantmla.checkpoint.fusedir import fuse_checkpoint
 from quantmla.checkpoint.reader import CheckpointReader
 from quantmla.config import KVScheme
+from quantmla.engine.clips import Writer
 from quantmla.errors import CheckpointError, SchemeError
 from tiny import write_tiny
 
@@ -17,7 +18,7 @@ def test_a_plain_checkpoint_has_the_format_of_the_study_or_the_one_named(tmp_pat
     assert [one.scheme.name for one in layer_formats(reader, None)] == ["c4r4", "c4r4"]
     (first, _) = layer_formats(reader, KVScheme.parse("c2r3"))
     assert first.scheme.name == "c2r3"
-    assert first.content_clip is first.rope_clip is first.rope_online is None
+    assert (first.writer, first.rope_online) == (Writer(), None)
     with pytest.raises(SchemeError, match="not quantised"):
         layer_formats(reader, KVScheme.parse("c4r16"))
 
@@ -39,11 +40,11 @@ def test_a_fused_checkpoint_has_its_own(tmp_path):
     assert [one.scheme.name for one in formats] == ["c2r4", "c2r8"]
     for one, transform in zip(formats, transforms, strict=True):
         assert one.rope_online == "hadamard"
-        assert torch.equal(one.content_clip, transform.content_clip.float())
-        assert torch.equal(one.rope_clip, transform.rope_clip.float())
+        assert torch.equal(one.writer.content_clip, transform.content_clip.float())
+        assert torch.equal(one.writer.rope_clip, transform.rope_clip.float())
     for one in layer_formats(reader, KVScheme.parse("c4r4")):
         assert (one.scheme.name, one.rope_online) == ("c4r4", "hadamard")
-        assert one.content_clip is one.rope_clip is None  # they belong to the other bits
+        assert one.writer == Writer()  # what it had belongs to the other bits
     (tmp_path / "fused" / "quantmla.safetensors").unlink()
     with pytest.raises(CheckpointError):
         layer_formats(reader, None)

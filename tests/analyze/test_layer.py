@@ -12,8 +12,10 @@ from quantmla.analyze.layer import Settings, analyse_layer
 from quantmla.analyze.summary import FIGURES, model_summary, require_sound
 from quantmla.calibrate.objective import LayerAttention, ratio_of_sums
 from quantmla.config import KVScheme
+from quantmla.engine.clips import Writer
 from quantmla.errors import GateError
 from quantmla.quant.affine import fake_quantize
+from quantmla.quant.feedback import Feedback
 
 FORMAT = LayerFormat(KVScheme.parse("c4r4"))
 
@@ -115,11 +117,31 @@ def test_bits_of_a_path_and_its_clip_change_its_direction_alone():
     capture = make_capture()
     plain = analysed(capture)
     fewer = analysed(capture, layer_format=LayerFormat(KVScheme.parse("c2r4")))
-    clipped = analysed(capture, layer_format=dataclasses.replace(FORMAT, rope_clip=0.5))
+    clipped = analysed(capture, layer_format=written(rope_clip=0.5))
     assert fewer["content"]["response"] != plain["content"]["response"]
     assert fewer["rope"] == plain["rope"]
     assert clipped["rope"]["rounding_nmse"] > plain["rope"]["rounding_nmse"]
     assert clipped["content"] == plain["content"]
+
+
+def test_shift_and_feedback_of_the_writer_are_in_the_direction():
+    capture = make_capture()
+    plain = analysed(capture)
+    size = capture.k_rope.shape[-1]
+    mean = capture.k_rope.flatten(0, 1).mean(0)
+    shifted = analysed(capture, layer_format=written(rope_shift=mean))
+    rows = torch.stack([one - mean for one in capture.k_rope])
+    error = fake_quantize(rows, 4, group=64, zero="zp8") - rows
+    expected = float(error.square().sum() / rows.square().sum())
+    assert shifted["rope"]["rounding_nmse"] == pytest.approx(expected, rel=1e-5)
+    mix = torch.randn(3 * size, size, generator=torch.Generator().manual_seed(1))
+    fed = analysed(capture, layer_format=written(feedback=Feedback.of(mix.T @ mix)))
+    assert fed["rope"]["rounding_nmse"] > plain["rope"]["rounding_nmse"]
+    assert shifted["content"] == fed["content"] == plain["content"]
+
+
+def written(**writer):
+    return LayerFormat(FORMAT.scheme, Writer(**writer))
 
 
 def layers_of_two_seeds(n=6, nmse=0.01):

@@ -10,13 +10,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from quantmla.errors import CalibrationError
-from quantmla.quant.affine import fake_quantize
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from quantmla.config import Zero
-    from quantmla.quant import Clip
 
 
 @dataclass(frozen=True)
@@ -74,19 +70,6 @@ class Direction:
     def nmse(self) -> float:
         """NMSE of the direction as it is, over all windows."""
         return float(self.error_energy.sum() / self.cache_energy.sum())
-
-
-def rounding_error(rows: Tensor, bits: int, group: int, zero: Zero, clip: Clip) -> Tensor:
-    """Return what rounding does to cached rows [T, channels]: Q(x) - x, in their dtype.
-
-    Args:
-        rows: values as the cache gets them.
-        bits, group, zero, clip: of the quantiser.
-
-    Source: algorithms.md sections 3.1 and 4.1.
-    """
-    clip = clip.to(rows.device) if isinstance(clip, torch.Tensor) else clip
-    return fake_quantize(rows, bits, group=group, zero=zero, clip=clip) - rows
 
 
 def seeded(*parts: object) -> torch.Generator:

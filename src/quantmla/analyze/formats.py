@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from quantmla.cache.layout import PageLayout
 from quantmla.config import KVScheme, QuantMLABlock
 from quantmla.dims import MLADims
-from quantmla.engine.clips import check_block, load_clips
+from quantmla.engine.clips import Writer, check_block, load_writers
 from quantmla.errors import SchemeError
 
 if TYPE_CHECKING:
     from quantmla.checkpoint.reader import CheckpointReader
-    from quantmla.quant import Clip
 
 PLAIN_SCHEME = "c4r4"  # of the study's analysis
 EXACT_BITS = 16
@@ -25,21 +24,20 @@ class LayerFormat:
 
     Args:
         scheme: bits, group and zero mode.
-        content_clip, rope_clip: clip ratios of the writer, None for none.
+        writer: clip ratios, shifts and error feedback.
         rope_online: "hadamard" where the cache turns keys and queries after RoPE.
     """
 
     scheme: KVScheme
-    content_clip: Clip = None
-    rope_clip: Clip = None
+    writer: Writer = field(default_factory=Writer)
     rope_online: str | None = None
 
 
 def layer_formats(reader: CheckpointReader, scheme: KVScheme | None) -> list[LayerFormat]:
     """Return the format of every cache layer.
 
-    A fused checkpoint has formats of its own; `scheme` replaces bits and drops the clip ratios that
-    belong to them. Any other checkpoint is read with `scheme`, or C4R4.
+    A fused checkpoint has formats of its own; `scheme` replaces bits and drops what the writer has
+    for them. Any other checkpoint is read with `scheme`, or C4R4.
 
     Args:
         reader: checkpoint, fused or not.
@@ -79,11 +77,9 @@ def _fused_formats(
     own = [block.scheme(layer) for layer in range(dims.num_cache_layers)]
     if scheme is not None:
         return [LayerFormat(scheme, rope_online=block.rope_online) for _ in own]
-    clips: list[tuple[Clip, Clip]] = [(None, None)] * len(own)
-    if block.clip:
-        layouts = [PageLayout(dims.kv_lora_rank, dims.qk_rope_head_dim, one) for one in own]
-        clips = load_clips(reader.path, layouts, block)
+    layouts = [PageLayout(dims.kv_lora_rank, dims.qk_rope_head_dim, one) for one in own]
+    writers = load_writers(reader.path, layouts, block)
     return [
-        LayerFormat(one, content_clip, rope_clip, block.rope_online)
-        for one, (content_clip, rope_clip) in zip(own, clips, strict=True)
+        LayerFormat(one, writer, block.rope_online)
+        for one, writer in zip(own, writers, strict=True)
     ]

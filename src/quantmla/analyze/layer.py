@@ -10,11 +10,12 @@ import torch
 
 from quantmla.analyze.bound import RopeBound
 from quantmla.analyze.decompose import content_terms
-from quantmla.analyze.directions import Direction, random_signs, rounding_error, seeded
+from quantmla.analyze.directions import Direction, random_signs, seeded
 from quantmla.analyze.gauss_newton import jvp_energies
 from quantmla.analyze.response import output_changes
 from quantmla.analyze.result import PATHS, LayerDirections, WindowSums, layer_result
 from quantmla.analyze.window import CachedWindow, LayerWeights, cached_content, cached_rope
+from quantmla.quant.codec import Affine
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -83,20 +84,25 @@ def _directions(
     capture: LayerCapture, layer_format: LayerFormat, settings: Settings
 ) -> LayerDirections:
     """Return the rounding error of both paths, and a random direction of each."""
-    scheme, online = layer_format.scheme, layer_format.rope_online
+    scheme, online, writer = layer_format.scheme, layer_format.rope_online, layer_format.writer
     indices = range(len(capture.latent_unit))
     rows = {
         "content": [cached_content(capture, index) for index in indices],
         "rope": [cached_rope(capture, index, online) for index in indices],
     }
+    for path, shift in (("content", writer.content_shift), ("rope", writer.rope_shift)):
+        if shift is not None:
+            rows[path] = [one - shift.to(one) for one in rows[path]]
     quantisers = {
-        "content": (scheme.content_bits, scheme.group, scheme.zero, layer_format.content_clip),
-        "rope": (scheme.rope_bits, scheme.group, scheme.zero, layer_format.rope_clip),
+        "content": Affine(scheme.content_bits, scheme.group, scheme.zero, writer.content_clip),
+        "rope": Affine(
+            scheme.rope_bits, scheme.group, scheme.zero, writer.rope_clip, writer.feedback
+        ),
     }
     rounding, random = {}, {}
     for path in PATHS:
         where = f"{capture.prefix}, {path}"
-        errors = [rounding_error(one, *quantisers[path]) for one in rows[path]]
+        errors = [quantisers[path].round_trip(one) - one for one in rows[path]]
         rounding[path] = Direction.of(rows[path], errors, where)
         generator = seeded("random", settings.seed, capture.layer, path)
         drawn = [torch.randn(one.shape, generator=generator) for one in rows[path]]

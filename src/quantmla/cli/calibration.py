@@ -35,8 +35,8 @@ def calibrate(
         str | None,
         typer.Option(
             "--method",
-            help="quantmla, rtn, smoothquant, smoothquant_tuned, quarot_offline, quarot_online or "
-            "quarot_angles.",
+            help="quantmla, quantmla_plus, rtn, smoothquant, smoothquant_tuned, quarot_offline, "
+            "quarot_online or quarot_angles.",
         ),
     ] = None,
     recipe: Annotated[Path | None, typer.Option("--recipe", help="Recipe file (YAML).")] = None,
