@@ -1,7 +1,7 @@
 """Calibrate QuantMLA+ at several bits in one pass and score it; prints one JSON line a row.
 
     PYTHONPATH=src python benchmarks/plus.py OUT [--model MLA_FOLDER] [--device cuda] [--text TEXT]
-        [--scheme c4r4 ..] [--budget 143 ..] [--recipe recipe.yaml] [--workers 2] > plus.jsonl
+        [--scheme c4r4 ..] [--budget 143 ..] [--recipe recipe.yaml] [--workers 2] [--json FILE]
 
 Without --model SmolLM2 is fetched and converted as in `quantmla demo`. TEXT is what is scored, by
 default the shipped test text; take windows of the training text to choose anything by.
@@ -22,7 +22,9 @@ from quantmla.calibrate.weights import layer_weights
 from quantmla.convert.run import convert_model
 from quantmla.convert.smollm2 import fetch_smollm2
 from quantmla.evaluate.fidelity import measure_fidelity
-from quantmla.evaluate.model import Subject, default_settings
+from quantmla.evaluate.manifest import build_manifest, git_revision
+from quantmla.evaluate.model import Subject, default_settings, tokenizer_sha256
+from quantmla.files import atomic_write
 from quantmla.loading import load_model, load_tokenizer
 from quantmla.text import cut_windows, open_text
 
@@ -51,8 +53,12 @@ def main() -> None:
     parser.add_argument("--budget", nargs="*", type=int, default=BUDGETS_BYTES, help="bytes")
     parser.add_argument("--recipe", type=Path, help="instead of the recipe of this script")
     parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--json", type=Path, help="file for all rows and a manifest")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
+    began = args.out / "began.json"  # a resumed run says which commit calibrated
+    if not began.exists():
+        atomic_write(began, json.dumps({"revision": git_revision()}))
     model = args.model or args.out / "mla"
     if not model.exists():
         convert_model(fetch_smollm2(), model)
@@ -79,9 +85,22 @@ def main() -> None:
                 fuse_within(run, recipes, budget, weights, out)
             yield Subject(f"quantmla_plus within {budget} bytes", out)
 
-    reference = Subject("bf16", model, path="absorbed")
+    reference, rows = Subject("bf16", model, path="absorbed"), []
     for row in measure_fidelity(reference, subjects(), scored, settings, scratch=args.out):
-        print(json.dumps(row | {"weights": weights}), flush=True)
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+    if args.json:
+        manifest = build_manifest(
+            models={"bf16": model},
+            texts={one.name: one.sha256 for one in map(open_text, (text, args.text))},
+            seed=0,
+            device=args.device,
+            recipes={f"quantmla_plus {r.scheme.name}": r.sha256() for r in recipes},
+            tokenizer_sha256=tokenizer_sha256(tokenizer),
+        )
+        manifest["calibrated_by"] = json.loads(began.read_text(encoding="utf-8"))
+        result = {"rows": rows, "layer_weights": weights, "recipe": common, "manifest": manifest}
+        atomic_write(args.json, json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":
