@@ -3,8 +3,8 @@
 Run `python docs/render_results.py` after `metrics.json` of `make results` was copied to
 benchmarks/results/cpu/demo.json, or `quantmla bench decode|write --out` wrote decode.json and
 write.json in benchmarks/results/h200, or `quantmla analyze --out` wrote cpu/analyze.json, or
-results.json of `quantmla ablate` was copied to benchmarks/results/cpu/ablation.json. Only the
-standard library is needed.
+results.json of `quantmla ablate` was copied to benchmarks/results/cpu/ablation.json, or
+benchmarks/plus.py wrote cpu/plus.json. Only the standard library is needed.
 """
 
 from __future__ import annotations
@@ -38,6 +38,27 @@ def readme_part(metrics: dict) -> str:
 def results_part(metrics: dict) -> str:
     """Every window, and how many packed rows each score rests on."""
     return _part(metrics, _windows(metrics), packed_rows=True)
+
+
+def plus_part(result: dict) -> str:
+    """One row a scheme or byte budget of QuantMLA+, beside BF16."""
+    head = ["cache", "page bytes/token/layer", "perplexity", "above BF16", "mean token KL"]
+    reference, *rest = result["rows"]
+    rows = [["BF16", f"{reference['bytes_per_token']:,}", f"{reference['ppl']:.2f}", "", "", ""]]
+    for row in rest:
+        budget = row["method"].removeprefix("quantmla_plus").strip()
+        rows.append(
+            [
+                f"by layer, {budget}" if budget else row["scheme"].upper(),
+                f"{row['bytes_per_token']:,}",
+                f"{row['ppl']:.2f}",
+                f"{100 * (row['ppl'] / reference['ppl'] - 1):+.1f} %",
+                f"{row['kl']:.4f}",
+                f"{100 * row['top1_flips']:.1f} %",
+            ]
+        )
+    table = _table([*head, "top-1 flips"], rows, left=1)
+    return table + "\n\n" + _measured_with(result["manifest"])
 
 
 def decode_part(result: dict) -> str:
@@ -195,6 +216,7 @@ def ablation_part(result: dict) -> str:
 PARTS: list[tuple[str, str, Path, Callable[[dict], str]]] = [
     ("README.md", "results", METRICS, readme_part),
     ("docs/results.md", "results", METRICS, results_part),
+    ("docs/results.md", "plus", RESULTS / "cpu" / "plus.json", plus_part),
     ("docs/baselines.md", "ablation", ABLATION, ablation_part),
     ("docs/performance.md", "decode", RESULTS / "h200" / "decode.json", decode_part),
     ("docs/performance.md", "write", RESULTS / "h200" / "write.json", write_part),
