@@ -122,6 +122,19 @@ class TrainConfig(StrictModel):
     curvature_windows: Annotated[int, Field(ge=1, le=1_000_000)] = 32
 
 
+def method_defaults(method: str) -> dict[str, Any]:
+    """Return the recipe fields whose defaults depend on the method.
+
+    Args:
+        method: of the recipe.
+    Returns: extensions and clip ratios.
+    Source: own.
+    """
+    plus = method == "quantmla_plus"
+    clip = "learned" if plus else None
+    return dict.fromkeys(EXTENSIONS, plus) | {"clip_content": clip, "clip_rope": clip}
+
+
 class Recipe(StrictModel):
     """Everything that decides a calibration, apart from the model and the text.
 
@@ -169,8 +182,7 @@ class Recipe(StrictModel):
     @classmethod
     def _defaults_of_the_method(cls, data: Any) -> Any:
         if isinstance(data, Mapping) and data.get("method") == "quantmla_plus":
-            clips = {"clip_content": "learned", "clip_rope": "learned"}
-            return dict.fromkeys(EXTENSIONS, True) | clips | dict(data)
+            return method_defaults("quantmla_plus") | dict(data)
         return data
 
     @model_validator(mode="after")

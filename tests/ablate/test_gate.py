@@ -28,12 +28,15 @@ def test_a_distortion_that_is_no_number_is_not_promoted():
     verdicts = judge({BEST: 0.01, LOST: math.nan}, BYTES, factor=4.0)
     assert not verdicts[LOST].promoted
     assert verdicts[BEST].promoted
+    verdicts = judge({SMALL: math.nan, BEST: 0.01, NEAR: 0.02}, BYTES, factor=4.0)
+    assert [cell for cell, verdict in verdicts.items() if verdict.promoted] == [BEST, NEAR]
 
 
 def test_an_exact_cell_does_not_break_the_rule():
     verdicts = judge({BEST: 0.0, NEAR: 0.0, LOST: 0.1}, BYTES, factor=1.0)
     assert verdicts[BEST].promoted
     assert verdicts[NEAR].promoted
+    assert not verdicts[LOST].promoted
 
 
 def test_the_rule_names_its_factor():

@@ -58,6 +58,13 @@ def test_unknown_cells_are_refused(ablate):
     assert "--dry-run lists all cells" in err
 
 
+@pytest.mark.parametrize("setting", ["method=rtn", "scheme=c2r4", "dither=true", "clip_rope=0.9"])
+def test_fields_that_the_cells_decide_are_refused(ablate, setting):
+    code, _, err = ablate("--cells", "c4r4/rtn/policy", "--set", setting)
+    assert code == 1
+    assert "the cells of an ablation decide this field" in err
+
+
 def test_calibrate_refuses_what_cannot_be_folded(quantmla, model_folder, tmp_path):
     out = tmp_path / "fused"
     code, _, err = quantmla("calibrate", model_folder, "-o", out, "--method", "flatquant")

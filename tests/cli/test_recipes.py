@@ -61,3 +61,17 @@ def test_change_recipe_touches_only_what_is_named(tmp_path):
     assert base == {"steps": 60, "sequences": 24}
     assert changed.pop("scheme")["content_bits"] == 4
     assert changed == {"steps": 5, "sequences": 24, "seed": 1, "train": {"warmup_steps": 2}}
+
+
+def test_a_method_brings_its_own_defaults_and_takes_them_away(tmp_path):
+    plus = build_recipe(None, [], method="quantmla_plus", scheme="c2r4")
+    assert plus == Recipe(method="quantmla_plus", scheme=KVScheme.parse("c2r4"))
+    assert (plus.dither, plus.rope_feedback, plus.clip_rope) == (True, True, "learned")
+    assert build_recipe(None, ["method=quantmla_plus"]).content_shift
+    partly = build_recipe(None, ["rope_feedback=false"], method="quantmla_plus")
+    assert (partly.rope_shift, partly.rope_feedback) == (True, False)
+    file = tmp_path / "plus.yaml"
+    file.write_text("method: quantmla_plus\nscheme: c4r4\nclip_rope: 0.9\n", encoding="utf-8")
+    plain = build_recipe(file, [], method="quantmla")
+    assert not any((plain.dither, plain.rope_shift, plain.rope_feedback))
+    assert (plain.clip_content, plain.clip_rope) == (None, 0.9)

@@ -100,3 +100,17 @@ def test_only_a_permutation_and_a_strict_triangle_are_usable():
     assert not usable_feedback(good.order, good.matrix.T, CHANNELS)
     assert not usable_feedback(good.order, good.matrix * torch.inf, CHANNELS)
     assert not usable_feedback(good.order, good.matrix, CHANNELS + 1)
+
+
+@pytest.mark.parametrize(
+    ("order", "matrix"),
+    [
+        (torch.zeros(4, dtype=torch.long), torch.zeros(4, 4)),
+        (torch.arange(4), torch.full((4, 4), torch.nan).triu(1)),
+        (torch.arange(4), torch.ones(4, 4)),
+        (torch.arange(4), torch.zeros(4, 4, dtype=torch.long)),
+    ],
+)
+def test_what_is_no_feedback_is_refused(order, matrix):
+    with pytest.raises(CalibrationError, match="cannot be used"):
+        Feedback(order, matrix)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from quantmla.ablate.cells import Cell
@@ -36,6 +37,10 @@ def rule(factor: float) -> str:
     )
 
 
+def _or_inf(distortion: float) -> float:
+    return math.inf if math.isnan(distortion) else distortion
+
+
 def judge(
     distortions: dict[Cell, float], bytes_per_token: dict[Cell, float], factor: float
 ) -> dict[Cell, Verdict]:
@@ -55,8 +60,9 @@ def judge(
             for other in distortions
             if other.policy == cell.policy and bytes_per_token[other] <= bytes_per_token[cell]
         ]
-        best = min(rivals, key=distortions.__getitem__)
-        ratio = distortion / distortions[best] if distortions[best] else float(distortion > 0)
+        best = min(rivals, key=lambda other: _or_inf(distortions[other]))
+        smallest = distortions[best]
+        ratio = 1.0 if distortion == smallest else distortion / smallest if smallest else math.inf
         here = "smallest" if best == cell else f"{ratio:.3g} x {best.name}"
         promoted = cell.core or ratio <= factor  # a NaN is no number that small
         verdicts[cell] = Verdict(distortion, promoted, here)

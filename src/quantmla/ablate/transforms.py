@@ -17,13 +17,11 @@ from quantmla.calibrate.capture import Progress
 from quantmla.calibrate.run import run_calibration
 from quantmla.calibrate.rundir import MANIFEST_NAME, RunDir, recipe_name
 from quantmla.checkpoint.header import read_json
-from quantmla.config import EXTENSIONS, KVScheme, Recipe
+from quantmla.config import KVScheme, Recipe, method_defaults
 from quantmla.transform.layer import LayerTransform
 
 # At 2 bits clipping matters more than any transform: every method gets it there, and none above.
 CLIPPED_CONTENT_BITS = 2
-# QuantMLA+ is all of its extensions, searched clips at any width included.
-PLUS = dict.fromkeys(EXTENSIONS, True) | {"clip_content": "learned", "clip_rope": "learned"}
 
 
 @dataclass(frozen=True)
@@ -112,8 +110,9 @@ class Calibrations:
             other = "rope" if path == "content" else "content"
             widths = scheme.model_dump() | {f"{path}_bits": bits, f"{other}_bits": 16}
             clip = "learned" if path == "content" and bits <= CLIPPED_CONTENT_BITS else None
-            changes = {"method": method, "scheme": KVScheme(**widths), "clip_rope": None}
-            changes |= PLUS if method == "quantmla_plus" else {"clip_content": clip}
+            changes = {"method": method, "scheme": KVScheme(**widths)} | method_defaults(method)
+            if method != "quantmla_plus":  # which searches its clips at any width
+                changes["clip_content"] = clip
             recipes.append(self.base.model_copy(update=changes))
         return tuple(recipes)
 

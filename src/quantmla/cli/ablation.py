@@ -84,6 +84,7 @@ def ablate(
     from quantmla.evaluate.model import default_settings
     from quantmla.report import require_packages, write_report
 
+    _refuse_what_cells_decide(settings or [])
     scoring = default_settings(device, dtype, "strict", chunk_tokens, batch)
     ablation = Ablation(
         model=model,
@@ -155,3 +156,22 @@ def print_ablation(result: dict) -> None:
 
 def _interval(pair: list[float] | None) -> str | None:
     return None if pair is None else "{:.3g} to {:.3g}".format(*pair)
+
+
+def _refuse_what_cells_decide(settings: list[str]) -> None:
+    """Refuse recipe fields that every cell sets for itself."""
+    from quantmla.cli.recipes import parse_setting
+    from quantmla.config import method_defaults
+    from quantmla.errors import SchemeError
+
+    bits = ("scheme", "scheme.content_bits", "scheme.rope_bits")
+    decided = {"method", *bits, *method_defaults("quantmla")}
+    for text in settings:
+        if parse_setting(text)[0] in decided:
+            raise SchemeError(
+                "the cells of an ablation decide this field",
+                where=f"--set {text}",
+                expected=f"a field other than {', '.join(sorted(decided))}",
+                got=text,
+                next_step="choose cells with --cells",
+            )

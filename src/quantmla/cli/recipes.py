@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from quantmla.config import KVScheme, Recipe
+from quantmla.config import KVScheme, Recipe, method_defaults
 from quantmla.errors import SchemeError
 
 
@@ -76,6 +76,11 @@ def parse_setting(text: str) -> tuple[str, Any]:
 
 
 def _assign(fields: dict, name: str, value: Any) -> None:
+    if name == "method":  # what was left at the defaults of the old method takes those of the new
+        new = method_defaults(value)
+        for key, default in method_defaults(fields.get("method", "quantmla")).items():
+            if fields.get(key, default) == default:
+                fields[key] = new[key]
     if name == "scheme":  # a name keeps the other settings of the scheme
         parsed = KVScheme.parse(value)
         name, value = (

@@ -50,8 +50,8 @@ TABLE = {
         "prefill": ((None, Launch(32, 32, 1, 16, 5, 8, 1)),),
     },
 }
-# Codes of these widths leave registers for a second tile; others get the stages instead.
-TWO_TILE_BITS = {2, 4}
+TWO_TILE_BITS = {2, 4}  # codes of these widths leave registers for a second tile
+ONE_TILE_STAGES = {(9, 0): 7}  # where shared memory has room for them
 # An interpreted program costs milliseconds, whatever it does.
 INTERPRETER = Launch(32, 64, 1, 64, 1, 1, 1)
 INTERPRETER_SMS = 1
@@ -75,15 +75,16 @@ def launch_of(
     Returns: Launch.
     Source: own.
     """
+    two_tiles = {content_bits, rope_bits} <= TWO_TILE_BITS
     if capability is None:
         if rows <= 16:  # the same order of work as on a GPU
-            return replace(INTERPRETER, rows=16, tile_tokens=32, chunks=2)
+            return replace(INTERPRETER, rows=16, tile_tokens=32, chunks=2 if two_tiles else 1)
         return INTERPRETER
     known = max(version for version in TABLE if version <= max(capability, (8, 0)))
     launches = TABLE[known][kernel]
     launch = next(one for most, one in launches if most is None or rows <= most)
-    if launch.chunks > 1 and not {content_bits, rope_bits} <= TWO_TILE_BITS:
-        return replace(launch, chunks=1, stages=launch.stages + 2)
+    if launch.chunks > 1 and not two_tiles:
+        return replace(launch, chunks=1, stages=ONE_TILE_STAGES.get(known, launch.stages))
     return launch
 
 

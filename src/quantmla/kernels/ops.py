@@ -46,10 +46,11 @@ def write(
 ) -> None:
     """Quantise, pack and store new tokens of one cache layer, and keep their BF16 rows.
 
-    Numbers are rounded to BF16 first. NaN and Inf are replaced as docs/layout.md says; in BF16
-    rows an infinity becomes the largest finite magnitude of its row. A slot outside the pool
-    writes nothing at all, a row slot outside `rows` no BF16 row. Two tokens of one call must not
-    share a slot.
+    Shifts of a checkpoint are not applied here: latents and keys come without them, and attention
+    adds the content shift to its output. Numbers are rounded to BF16 first. NaN and Inf are
+    replaced as docs/layout.md says; in BF16 rows an infinity becomes the largest finite magnitude
+    of its row. A slot outside the pool writes nothing at all, a row slot outside `rows` no BF16
+    row. Two tokens of one call must not share a slot.
 
     Args:
         latent [S, R, bf16, fp16 or fp32]: latents after the norm; rows may be strided.

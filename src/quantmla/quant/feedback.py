@@ -28,11 +28,23 @@ class Feedback:
         matrix [C, C, fp32]: strictly upper triangular in places of `order`: matrix[n, m] is the
             share of the n-th error that the m-th target gives way by.
 
+    Raises:
+        CalibrationError: they are not that.
+
     Source: own use of Babai's nearest plane, as in LDLQ and GPTQ, for one token at a time.
     """
 
     order: Tensor
     matrix: Tensor
+
+    def __post_init__(self) -> None:
+        if not usable_feedback(self.order, self.matrix, len(self.order)):
+            raise CalibrationError(
+                "the error feedback cannot be used",
+                where="feedback",
+                expected="an order of all channels and a finite, strictly upper triangular matrix",
+                got=f"order {list(self.order.shape)}, matrix {list(self.matrix.shape)}",
+            )
 
     @classmethod
     def of(cls, gram: Tensor) -> Feedback:
@@ -93,6 +105,7 @@ def factor(gram: Tensor) -> tuple[Tensor, Tensor]:
     return order, lower / lower.diagonal()
 
 
+@torch.no_grad()
 def feed_back(
     x: Tensor, rounded: Quantized, bits: int, feedback: Feedback, *, group: int, zero: Zero
 ) -> Quantized:
@@ -153,7 +166,9 @@ def quantize_with(
 def usable_feedback(order: Tensor, matrix: Tensor, channels: int) -> bool:
     """Tell whether tensors from a file are a Feedback of so many channels."""
     shapes = tuple(order.shape) == (channels,) and tuple(matrix.shape) == (channels, channels)
-    if not shapes or order.is_floating_point() or not bool(matrix.isfinite().all()):
+    types = matrix.is_floating_point() and not order.is_floating_point()
+    if not (shapes and types and order.device == matrix.device) or not matrix.isfinite().all():
         return False
-    complete = torch.equal(order.long().sort().values, torch.arange(channels))
+    every = torch.arange(channels, device=order.device)
+    complete = torch.equal(order.long().sort().values, every)
     return complete and bool((matrix.tril() == 0).all())
